@@ -1,0 +1,530 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = [
+#     "torch>=2.11,<2.14", "tensordict>=0.15.3,<0.16", "gymnasium[mujoco]>=1.4,<1.5", "mujoco>=3.6,<4", "numpy>=2,<3",
+#     "tyro>=1,<2", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "psutil>=6", "moviepy>=2,<3",
+# ]
+# ///
+"""Soft Actor-Critic for continuous actions: the twin that compiles and captures.
+
+Paper: Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", arXiv:1812.05905 (2018).
+Run:   python leanrl/sac_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --compile --cudagraphs
+Twin:  leanrl/sac_continuous_action.py, the eager script, which lists the deviations from the paper. Without the two
+       flags this file computes the same numbers, with them the same up to the rounding of float32.
+
+Every place that differs from the eager script opens with `# [fast k]`; docs/tricks.md has a chapter on each k.
+"""
+
+import json
+import math
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import psutil
+import torch
+import torch.nn.functional as F
+import tyro
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict import TensorDict
+from tensordict.nn import CudaGraphModule
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+# ---- Arguments -------------------------------------------------------------------------------------------------------
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem
+    """the name of this experiment"""
+    seed: int = 1
+    """seed of the experiment"""
+    cuda: bool = True
+    """use a CUDA device if there is one"""
+    tf32: bool = False
+    """let float32 matrix products on CUDA use TF32 (faster, about three decimal digits)"""
+    track: bool = False
+    """also send the logs to Weights & Biases"""
+    wandb_project_name: str = "leanrl"
+    """the project of the Weights & Biases run"""
+    wandb_entity: str | None = None
+    """the entity (team) of the Weights & Biases run"""
+    capture_video: bool = False
+    """record videos of the first environment under runs/<run>/videos"""
+    log_every: int = 100
+    """agent steps between two log entries"""
+
+    env_id: str = "HalfCheetah-v4"
+    """the id of the environment: any with Box observations and bounded Box actions"""
+    total_timesteps: int = 1_000_000
+    """agent steps in all, over all environments"""
+    num_envs: int = 1
+    """the number of parallel environments"""
+    buffer_size: int = 1_000_000
+    """transitions that the replay buffer holds, over all environments"""
+    gamma: float = 0.99
+    """the discount factor"""
+    tau: float = 0.005
+    """the step of the target networks towards the networks at each of their updates"""
+    batch_size: int = 256
+    """the number of transitions in a gradient step"""
+    learning_starts: int = 5_000
+    """agent steps with random actions before the first gradient step"""
+    updates_per_step: float = 1.0
+    """gradient steps per agent step, whatever the number of environments"""
+    policy_lr: float = 3e-4
+    """the learning rate of the actor"""
+    q_lr: float = 1e-3
+    """the learning rate of the critics and of the entropy coefficient"""
+    policy_frequency: int = 2
+    """gradient steps from one update of the actor to the next (each makes up for those left out)"""
+    target_network_frequency: int = 1
+    """gradient steps from one update of the target networks to the next"""
+    alpha: float = 0.2
+    """the entropy coefficient under --no-autotune"""
+    autotune: bool = True
+    """learn the entropy coefficient"""
+
+    compile: bool = False
+    """compile the policy and the gradient step with torch.compile"""
+    cudagraphs: bool = False
+    """capture the policy and the gradient step as CUDA graphs"""
+
+
+def refuse(message: str) -> None:
+    """Tell a bad argument in one line on standard error and leave with exit status 2."""
+    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check_args(args: Args) -> None:
+    """Refuse argument values that cannot work, before anything is started."""
+    at_least_1 = ("log_every", "total_timesteps", "num_envs", "batch_size", "policy_frequency", "target_network_frequency")
+    ranges = {
+        "seed": (0, math.inf),
+        **dict.fromkeys(at_least_1, (1, math.inf)),
+        "buffer_size": (max(args.batch_size, args.num_envs), math.inf),
+        "learning_starts": (0, args.total_timesteps - 1),
+        **dict.fromkeys(("gamma", "tau"), (0, 1)),
+        **dict.fromkeys(("updates_per_step", "policy_lr", "q_lr", "alpha"), (0, math.inf)),
+    }
+    for name, (low, high) in ranges.items():
+        value = getattr(args, name)
+        if not low <= value <= high or value == math.inf:
+            refuse(f"--{name.replace('_', '-')} takes a number from {low} to {high}, got {value}")
+
+
+# ---- Environment -----------------------------------------------------------------------------------------------------
+def make_envs(args: Args, run_name: str) -> SyncVectorEnv:
+    """Build the environments, stepped in turn, each reset in the step that ends its episode; the first may record videos.
+
+    Exits with status 2 where the environment is unknown or has other than Box observations and bounded Box actions.
+    """
+
+    def make_env(index: int) -> gym.Env:
+        video = args.capture_video and index == 0
+        try:
+            env = gym.make(args.env_id, render_mode="rgb_array" if video else None)
+        except (gym.error.Error, ModuleNotFoundError) as error:
+            refuse(f"--env-id takes a registered environment, got {args.env_id}: {str(error).strip().splitlines()[0]}")
+        if not isinstance(env.observation_space, gym.spaces.Box):
+            refuse(f"--env-id takes an environment with Box observations, {args.env_id} has {env.observation_space}")
+        if not (isinstance(env.action_space, gym.spaces.Box) and env.action_space.is_bounded()):
+            refuse(f"--env-id takes an environment with bounded Box actions, {args.env_id} has {env.action_space}")
+        return gym.wrappers.RecordVideo(env, f"runs/{run_name}/videos", disable_logger=True) if video else env
+
+    warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature's figures are those of -v4
+    env_fns = [partial(make_env, index) for index in range(args.num_envs)]
+    # copy=False: an observation is copied once, into the row that goes to the replay buffer.
+    return SyncVectorEnv(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+# ---- Networks --------------------------------------------------------------------------------------------------------
+class EnsembleLinear(nn.Module):
+    """`members` linear layers side by side, evaluated by one batched matrix product; initialised like `nn.Linear`.
+
+    Maps (members, batch, in_features) to (members, batch, out_features).
+    """
+
+    def __init__(self, members: int, in_features: int, out_features: int, device: torch.device):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(members, in_features, out_features, device=device))
+        self.bias = nn.Parameter(torch.empty(members, 1, out_features, device=device))
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -(in_features**-0.5), in_features**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self.weight) + self.bias
+
+
+class Critic(nn.Module):
+    """Two action-value functions at once: (batch, obs_dim) and (batch, action_dim) to (2, batch)."""
+
+    def __init__(self, obs_dim: int, action_dim: int, device: torch.device):
+        super().__init__()
+        self.fc1 = EnsembleLinear(2, obs_dim + action_dim, 256, device)
+        self.fc2 = EnsembleLinear(2, 256, 256, device)
+        self.fc3 = EnsembleLinear(2, 256, 1, device)
+
+    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
+        x = torch.cat([obs, actions], dim=1).expand(2, -1, -1)
+        x = F.relu(self.fc1(x))
+        x = F.relu(self.fc2(x))
+        return self.fc3(x).squeeze(-1)
+
+
+class Actor(nn.Module):
+    """A Gaussian over actions before squashing: (batch, obs_dim) to its mean and log(std), each (batch, action_dim)."""
+
+    LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
+
+    def __init__(self, obs_dim: int, action_dim: int, device: torch.device):
+        super().__init__()
+        self.fc1 = nn.Linear(obs_dim, 256, device=device)
+        self.fc2 = nn.Linear(256, 256, device=device)
+        self.fc_mean = nn.Linear(256, action_dim, device=device)
+        self.fc_logstd = nn.Linear(256, action_dim, device=device)
+
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.relu(self.fc1(obs))
+        x = F.relu(self.fc2(x))
+        log_std = torch.tanh(self.fc_logstd(x))
+        return self.fc_mean(x), self.LOG_STD_MIN + 0.5 * (self.LOG_STD_MAX - self.LOG_STD_MIN) * (log_std + 1)
+
+
+# ---- Algorithm -------------------------------------------------------------------------------------------------------
+def sample_batch(buffer: Tensor, size: Tensor, batch_size: int, obs_dim: int, action_dim: int) -> tuple[Tensor, ...]:
+    """Draw transitions uniformly, with replacement, from the first `size` rows of the replay buffer.
+
+    A row is a whole transition (obs, action, reward, terminated, next_obs): one gather fetches it. `size` is a 0-dim
+    integer tensor on the buffer's device. Returns obs (batch, obs_dim), actions (batch, action_dim), rewards (batch,),
+    terminated (batch,) as 0.0 or 1.0, next_obs (batch, obs_dim).
+    """
+    indices = torch.randint(2**62, (batch_size,), device=buffer.device) % size
+    rows = buffer.index_select(0, indices)
+    obs, actions, rewards, terminated, next_obs = rows.split([obs_dim, action_dim, 1, 1, obs_dim], dim=1)
+    return obs, actions, rewards.squeeze(1), terminated.squeeze(1), next_obs
+
+
+def sample_actions(mean: Tensor, log_std: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw actions of a squashed Gaussian with their log-probabilities (arXiv:1812.05905, appendix C).
+
+    mean, log_std: (batch, action_dim). scale, bias: (action_dim,), half the width and the centre of the action space.
+    Returns actions (batch, action_dim) and log-probabilities (batch,) in nats, as densities over the scaled actions.
+    log(1 - tanh(u)^2) is written 2 (log 2 - u - softplus(-2u)), which is finite for every u.
+    """
+    noise = torch.randn_like(mean)
+    u = mean + log_std.exp() * noise
+    log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+    log_prob = log_prob - scale.log() - 2 * (math.log(2) - u - F.softplus(-2 * u))
+    return torch.tanh(u) * scale + bias, log_prob.sum(dim=1)
+
+
+def soft_target(rewards: Tensor, terminated: Tensor, values: Tensor, log_prob: Tensor, alpha: Tensor, gamma: float) -> Tensor:
+    """Target of both critics, (batch,): r + gamma (1 - terminated) (min_i Q_i - alpha log pi) (equations 2 and 3).
+
+    values: (2, batch), the target critics at the next observations and at actions drawn there with log_prob (batch,).
+    """
+    return rewards + gamma * (1 - terminated) * (values.amin(dim=0) - alpha * log_prob)
+
+
+def critic_losses(values: Tensor, target: Tensor) -> Tensor:
+    """Mean squared Bellman error of each critic, (2,), from values (2, batch) and their target (batch,)."""
+    return (values - target).square().mean(dim=1)
+
+
+def actor_loss(log_prob: Tensor, values: Tensor, alpha: Tensor) -> Tensor:
+    """E[alpha log pi - min_i Q_i], 0-dim, from log_prob (batch,) and values (2, batch) (equation 7)."""
+    return (alpha * log_prob - values.amin(dim=0)).mean()
+
+
+def alpha_loss(log_alpha: Tensor, log_prob: Tensor, target_entropy: float) -> Tensor:
+    """-alpha E[log pi + target entropy], 0-dim, from log_prob (batch,) (equation 18)."""
+    return -log_alpha.exp() * (log_prob + target_entropy).mean()
+
+
+# [fast 2] Adam is part of the graph of the gradient step, as arithmetic on tensordicts (a foreach kernel an operation).
+def adam_state(params: dict[str, Tensor]) -> TensorDict:
+    """Adam's state for named parameters, which it shares: `params`, `exp_avg`, `exp_avg_sq` and the 0-dim `step`."""
+    params = TensorDict(params)
+    step = torch.zeros((), device=next(iter(params.values())).device)
+    return TensorDict(params=params, exp_avg=torch.zeros_like(params), exp_avg_sq=torch.zeros_like(params), step=step)
+
+
+def adam_step(state: TensorDict, grads: dict[str, Tensor], lr: float) -> None:
+    """One step of Adam in place (arXiv:1412.6980, algorithm 1) with the constants of `torch.optim.Adam`."""
+    beta1, beta2, eps = 0.9, 0.999, 1e-8
+    grads = TensorDict(grads)
+    step = state["step"].add_(1)
+    exp_avg = state["exp_avg"].lerp_(grads, 1 - beta1)
+    exp_avg_sq = state["exp_avg_sq"].lerp_(grads * grads, 1 - beta2)
+    denominator = exp_avg_sq.sqrt().div((1 - beta2**step).sqrt()).add(eps)
+    state["params"].sub_(exp_avg.div(denominator).mul(lr / (1 - beta1**step)))
+
+
+# ---- Logging ---------------------------------------------------------------------------------------------------------
+def make_writer(args: Args, run_name: str) -> SummaryWriter:
+    """Open the TensorBoard log runs/<run_name>, mirrored to Weights & Biases under --track."""
+    if args.track:
+        import wandb
+
+        project, entity = args.wandb_project_name, args.wandb_entity
+        wandb.init(project=project, entity=entity, name=run_name, config=asdict(args), sync_tensorboard=True, save_code=True)
+    writer = SummaryWriter(f"runs/{run_name}")
+    rows = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
+    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
+    return writer
+
+
+def write_scalars(writer: SummaryWriter, scalars: dict[str, float], step: int) -> None:
+    """Log scalars by name. One that is not finite ends the run with a message and exit status 1."""
+    for name, value in scalars.items():
+        writer.add_scalar(name, value, step)
+        if not math.isfinite(value):
+            writer.close()
+            raise SystemExit(f"{Path(__file__).name}: error: {name} is {value} at step {step}")
+
+
+def run_summary(args: Args, device: torch.device, episode_returns: list[float], **measured) -> str:
+    """The run summary as one line of JSON: what was `measured`, and what can be read off the arguments and the machine."""
+    packages = {distribution.name.lower(): distribution.version for distribution in metadata.distributions()}
+    versions = {name: packages.get(name) for name in ("torch", "tensordict", "gymnasium", "mujoco", "envpool")}
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    cpu = [line.partition(": ")[2] for line in cpuinfo if line.startswith("model name")] or [platform.processor()]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
+    git = ["git", "-C", Path(__file__).parent, "rev-parse", "--verify", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else None
+    peak_memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    summary = {
+        "script": Path(__file__).stem,
+        **{name: getattr(args, name) for name in ("env_id", "seed", "num_envs")},
+        **measured,
+        "peak_memory_mb": round(peak_memory_mb, 1),
+        "peak_device_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20, 1) if gpu else None,
+        "episodic_return": float(np.mean(episode_returns[-100:])) if episode_returns else None,
+        "episodic_return_10": float(np.mean(episode_returns[-10:])) if episode_returns else None,
+        "episodes": len(episode_returns),
+        "argv": sys.argv[1:],
+        "versions": {"python": platform.python_version(), **versions},
+        "device": device.type,
+        "hardware": {"cpu": cpu[0], "cores": cores, "gpu": gpu},
+        "git_commit": commit or None,
+    }
+    return json.dumps(summary)
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    check_args(args)
+    start_time = time.perf_counter()
+    if args.cuda and not torch.cuda.is_available():
+        print("CUDA is not available: running on the CPU", file=sys.stderr)
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    # The moments of weights whose gradient stays zero decay into denormal numbers, on which a CPU is many times slower.
+    # Measured with the compiled SAC step: the kernel of Adam takes 0.08 instead of 0.77 ms. New threads inherit the setting.
+    torch.set_flush_denormal(True)
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    torch.manual_seed(args.seed)
+
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    envs = make_envs(args, run_name)
+    obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(envs.single_action_space.shape)
+    bounds = np.stack([envs.single_action_space.low.ravel(), envs.single_action_space.high.ravel()])
+    action_low, action_high = torch.tensor(bounds, dtype=torch.float32, device=device)
+    action_scale, action_bias = (action_high - action_low) / 2, (action_high + action_low) / 2
+
+    num_envs = args.num_envs
+    capacity, row_dim = args.buffer_size // num_envs * num_envs, 2 * obs_dim + action_dim + 2
+    needed = 4 * capacity * row_dim
+    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if needed > free:
+        refuse(f"--buffer-size {capacity} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free on the {device}")
+    buffer = torch.zeros(capacity, row_dim, device=device)
+    size = torch.ones((), dtype=torch.int64, device=device)
+    row = torch.zeros(num_envs, row_dim)
+    columns = np.cumsum([obs_dim, action_dim, 1, 1])
+    row_obs, row_actions, row_rewards, row_terminated, row_next_obs = np.split(row.numpy(), columns, axis=1)
+
+    actor = Actor(obs_dim, action_dim, device)
+    critic, critic_target = Critic(obs_dim, action_dim, device), Critic(obs_dim, action_dim, device)
+    critic_target.load_state_dict(critic.state_dict())
+    log_alpha = torch.tensor(1.0 if args.autotune else args.alpha, device=device).log()
+    target_entropy = -float(action_dim)
+
+    # [fast 2] The gradient step is one function of tensors that it updates in place, optimizers included.
+    for network in (actor, critic, critic_target):
+        network.requires_grad_(False)
+    actor_state, critic_state = adam_state(dict(actor.named_parameters())), adam_state(dict(critic.named_parameters()))
+    alpha_state = adam_state({"log_alpha": log_alpha})
+    critic_target_params = TensorDict(dict(critic_target.named_parameters()))
+    # [fast 3] The losses of the last step have a place, too.
+    names = ["qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "actor_loss", *["alpha_loss"] * args.autotune]
+    losses = {name: torch.zeros(args.batch_size if "values" in name else (), device=device) for name in names}
+
+    autotune, gamma, tau, batch_size = args.autotune, args.gamma, args.tau, args.batch_size
+    policy_lr, q_lr = args.policy_lr, args.q_lr  # [fast 2]
+    policy_frequency, target_network_frequency = args.policy_frequency, args.target_network_frequency
+
+    def act(obs: Tensor) -> Tensor:
+        """Actions for obs (num_envs, obs_dim), drawn from the policy: (num_envs, action_dim)."""
+        with torch.no_grad():
+            mean, log_std = actor(obs)
+            actions = torch.tanh(mean + log_std.exp() * torch.randn_like(mean)) * action_scale + action_bias
+            return actions.clamp(action_low, action_high)  # the scaling may round to just outside
+
+    def record(**latest: Tensor) -> None:
+        """Keep the latest losses for the log."""
+        # [fast 3] Into tensors that stay: a captured function's outputs are cloned at each call, one kernel a tensor.
+        for name, loss in latest.items():
+            losses[name].copy_(loss)
+
+    def update(update_actor: bool, update_target: bool) -> None:
+        """One gradient step on a new batch."""
+        obs, actions, rewards, terminated, next_obs = sample_batch(buffer, size, batch_size, obs_dim, action_dim)
+        with torch.no_grad():
+            next_actions, next_log_prob = sample_actions(*actor(next_obs), action_scale, action_bias)
+            next_values = critic_target(next_obs, next_actions)
+            target = soft_target(rewards, terminated, next_values, next_log_prob, log_alpha.exp(), gamma)
+
+        # [fast 2] Gradients are a function of the parameters, so that they, too, are in the one graph; backward() is not.
+        def critic_objective(params: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            qf_values = functional_call(critic, params, (obs, actions))
+            qf_losses = critic_losses(qf_values, target)
+            return qf_losses.sum(), (qf_values, qf_losses)
+
+        def actor_objective(params: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            new_actions, log_prob = sample_actions(*functional_call(actor, params, (obs,)), action_scale, action_bias)
+            return actor_loss(log_prob, critic(obs, new_actions), log_alpha.exp()), log_prob
+
+        grads, (_, (qf_values, qf_losses)) = grad_and_value(critic_objective, has_aux=True)(dict(critic_state["params"]))
+        adam_step(critic_state, grads, q_lr)
+        record(qf1_values=qf_values[0], qf2_values=qf_values[1], qf1_loss=qf_losses[0], qf2_loss=qf_losses[1])
+
+        if update_actor:
+            for _ in range(policy_frequency):
+                # [fast 2]
+                grads, (policy_loss, log_prob) = grad_and_value(actor_objective, has_aux=True)(dict(actor_state["params"]))
+                adam_step(actor_state, grads, policy_lr)
+                record(actor_loss=policy_loss)
+                if autotune:
+                    # [fast 2]
+                    grad, temperature_loss = grad_and_value(alpha_loss)(log_alpha, log_prob, target_entropy)
+                    adam_step(alpha_state, {"log_alpha": grad}, q_lr)
+                    record(alpha_loss=temperature_loss)
+
+        if update_target:
+            critic_target_params.lerp_(critic_state["params"], tau)  # [fast 2]
+
+    # [fast 1] The policy and the whole gradient step are one graph each, with no way back to Python.
+    if args.compile:
+        act, update = torch.compile(act, fullgraph=True), torch.compile(update, fullgraph=True)
+    # [fast 4] A captured graph is launched at once instead of kernel by kernel; each kind of gradient step is captured apart.
+    steps = range(math.lcm(policy_frequency, target_network_frequency))
+    kinds = sorted({(step % policy_frequency == 0, step % target_network_frequency == 0) for step in steps})
+    cudagraphs = args.cudagraphs and device.type == "cuda"
+    if cudagraphs:
+        act = CudaGraphModule(act, warmup=5, device=device)
+        graphs = {kind: CudaGraphModule(partial(update, *kind), warmup=5, device=device) for kind in kinds}
+
+        def update(*kind: bool) -> None:
+            graphs[kind]()
+
+    elif args.cudagraphs:
+        print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
+    # [fast 5] Compile, warm up and capture before the first step, on the real state, which is then put back.
+    if args.compile or cudagraphs:
+        state = TensorDict(actor=actor_state, critic=critic_state, alpha=alpha_state, critic_target=critic_target_params)
+        saved = state.clone()
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if device.type == "cuda" else []):
+            for _ in range(6):
+                act(row[:, :obs_dim].to(device))
+                for kind in kinds:
+                    update(*kind)
+        state.update_(saved)
+
+    writer = make_writer(args, run_name)
+    action_seed, *env_seeds = np.random.SeedSequence(args.seed).generate_state(1 + num_envs).tolist()
+    envs.action_space.seed(action_seed)
+    row_obs[:] = envs.reset(seed=env_seeds)[0].reshape(num_envs, obs_dim)
+    episode_return, episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
+    episodes: list[tuple[int, float, int]] = []
+    global_step, updates, logged_episodes, next_log, exit_status = 0, 0, 0, args.log_every, 0
+    startup_seconds = time.perf_counter() - start_time
+
+    bar = tqdm(total=args.total_timesteps, unit="step", dynamic_ncols=True)
+    sps, sps_step, sps_time = None, 0, time.perf_counter()
+    try:
+        while global_step < args.total_timesteps:
+            if global_step < args.learning_starts:
+                actions = envs.action_space.sample().reshape(num_envs, action_dim)
+            else:
+                if updates == 0:
+                    if device.type == "cuda":
+                        torch.cuda.synchronize()  # sync, once: SPS counts from the first step that learns
+                    sps_step, sps_time = global_step, time.perf_counter()
+                actions = act(row[:, :obs_dim].to(device)).cpu().numpy()  # sync: the environments need the actions
+
+            while updates < (global_step - args.learning_starts) * args.updates_per_step:
+                update(updates % policy_frequency == 0, updates % target_network_frequency == 0)
+                updates += 1
+
+            next_obs, rewards, terminated, truncated, infos = envs.step(actions.reshape(envs.action_space.shape))
+            global_step += num_envs
+
+            row_actions[:], row_rewards[:, 0], row_terminated[:, 0] = actions, rewards, terminated
+            row_next_obs[:] = next_obs.reshape(num_envs, obs_dim)
+            episode_return += rewards
+            episode_length += 1
+            done = terminated | truncated
+            if done.any():
+                row_next_obs[done] = np.stack(infos["final_obs"][done]).reshape(-1, obs_dim)
+                episodes += [(global_step, float(episode_return[i]), int(episode_length[i])) for i in np.flatnonzero(done)]
+                episode_return[done], episode_length[done] = 0, 0
+            position = (global_step - num_envs) % capacity
+            buffer[position : position + num_envs].copy_(row, non_blocking=True)
+            if global_step <= capacity:
+                size.fill_(global_step)
+            row_obs[:] = next_obs.reshape(num_envs, obs_dim)
+
+            if global_step >= next_log or global_step >= args.total_timesteps:
+                next_log += args.log_every
+                for step, value, length in episodes[logged_episodes:]:
+                    write_scalars(writer, {"charts/episodic_return": value, "charts/episodic_length": length}, step)
+                logged_episodes = len(episodes)
+                if updates > 0:
+                    latest = losses | {"alpha": log_alpha.detach().exp()}
+                    values = torch.stack([loss.mean() for loss in latest.values()]).tolist()  # sync: one for all losses
+                    scalars = {f"losses/{name}": value for name, value in zip(latest, values, strict=True)}
+                    scalars["losses/qf_loss"] = (scalars["losses/qf1_loss"] + scalars["losses/qf2_loss"]) / 2
+                    write_scalars(writer, scalars, global_step)
+                sps = (global_step - sps_step) / (time.perf_counter() - sps_time)
+                write_scalars(writer, {"charts/SPS": sps}, global_step)
+                recent = np.mean([value for _, value, _ in episodes[-10:]]) if episodes else math.nan
+                bar.set_postfix_str(f"SPS {sps:.0f}, return {recent:.1f}", refresh=False)
+                bar.update(global_step - bar.n)
+    except KeyboardInterrupt:
+        exit_status = 130
+
+    bar.close()
+    envs.close()
+    writer.close()
+    measured = {"total_timesteps": global_step, "updates": updates, "sps": sps}
+    measured |= {"compile": args.compile, "cudagraphs": cudagraphs}  # [fast 1, 4]
+    measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}
+    print(run_summary(args, device, [value for _, value, _ in episodes], **measured))
+    if exit_status:
+        sys.exit(exit_status)
