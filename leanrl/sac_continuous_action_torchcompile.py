@@ -366,11 +366,10 @@ if __name__ == "__main__":
     target_entropy = -float(action_dim)
 
     # [fast 2] The gradient step is one function of tensors that it updates in place, optimizers included.
-    for network in (actor, critic, critic_target):
-        network.requires_grad_(False)
-    actor_state, critic_state = adam_state(dict(actor.named_parameters())), adam_state(dict(critic.named_parameters()))
+    actor_state = adam_state(dict(actor.requires_grad_(False).named_parameters()))
+    critic_state = adam_state(dict(critic.requires_grad_(False).named_parameters()))
     alpha_state = adam_state({"log_alpha": log_alpha})
-    critic_target_params = TensorDict(dict(critic_target.named_parameters()))
+    critic_target_params = TensorDict(dict(critic_target.requires_grad_(False).named_parameters()))
     # [fast 3] The losses of the last step have a place, too.
     names = ["qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "actor_loss", *["alpha_loss"] * args.autotune]
     losses = {name: torch.zeros(args.batch_size if "values" in name else (), device=device) for name in names}
@@ -518,10 +517,13 @@ if __name__ == "__main__":
                 bar.update(global_step - bar.n)
     except KeyboardInterrupt:
         exit_status = 130
+    finally:
+        bar.close()
 
-    bar.close()
     envs.close()
     writer.close()
+    if args.track:
+        sys.modules["wandb"].finish()  # before the summary, which has to be the last line
     measured = {"total_timesteps": global_step, "updates": updates, "sps": sps}
     measured |= {"compile": args.compile, "cudagraphs": cudagraphs}  # [fast 1, 4]
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}

@@ -431,10 +431,13 @@ if __name__ == "__main__":
                 bar.update(global_step - bar.n)
     except KeyboardInterrupt:
         exit_status = 130
+    finally:
+        bar.close()
 
-    bar.close()
     envs.close()
     writer.close()
+    if args.track:
+        sys.modules["wandb"].finish()  # before the summary, which has to be the last line
     measured = {"total_timesteps": global_step, "updates": updates, "sps": sps}
     measured |= {"compile": False, "cudagraphs": False}
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}

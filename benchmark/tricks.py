@@ -1,0 +1,208 @@
+"""Measure the habits of docs/tricks.md one by one: each against what it replaces, in microseconds or milliseconds.
+
+    python benchmark/tricks.py [benchmark/results/tricks.jsonl]
+
+Uses the sizes of SAC on HalfCheetah-v4 (17 observations, 6 actions, batches of 256, two critics of 256 and 256 units) on
+the CUDA device if there is one. The variants of a row are interleaved; a figure is the median of 15 rounds. A file named
+on the command line is written anew, one line a figure.
+"""
+
+import copy
+import itertools
+import json
+import statistics
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from report import tricks_table
+from torch import Tensor, nn, optim
+from torch.func import functional_call, stack_module_state, vmap
+
+OBS, ACTIONS, BATCH, ROUNDS = 17, 6, 256, 15
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def synchronize() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def compare(title: str, calls: int, **variants: Callable[[], object]) -> list[dict]:
+    """Time variants of one thing, interleaved: a line for each, with the microseconds that a call takes."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for round_index in range(ROUNDS + 1):
+        for name, variant in variants.items():
+            synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                variant()
+            synchronize()
+            if round_index:  # the first round warms up
+                seconds[name].append((time.perf_counter() - start) / calls)
+    return [
+        {"title": title, "variant": name.replace("_", " "), "microseconds": statistics.median(values) * 1e6}
+        for name, values in seconds.items()
+    ]
+
+
+class SingleCritic(nn.Module):
+    """One critic as a plain module: (batch, obs + actions) to (batch,)."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = (OBS + ACTIONS, 256, 256, 1)
+        self.layers = nn.ModuleList(nn.Linear(a, b, device=DEVICE) for a, b in itertools.pairwise(sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = layer(x).relu()
+        return self.layers[-1](x).squeeze(1)
+
+
+class BatchedCritics(nn.Module):
+    """Two critics as batched matrix products, as in the scripts: (batch, obs + actions) to (2, batch)."""
+
+    def __init__(self):
+        super().__init__()
+        one, other = SingleCritic(), SingleCritic()
+        pairs = list(zip(one.layers, other.layers, strict=True))
+        self.weights = nn.ParameterList(torch.stack([a.weight.detach().T, b.weight.detach().T]) for a, b in pairs)
+        self.biases = nn.ParameterList(torch.stack([a.bias.detach(), b.bias.detach()])[:, None] for a, b in pairs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.expand(2, -1, -1)
+        for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            x = torch.bmm(x, weight) + bias
+            x = x.relu() if index < 2 else x
+        return x.squeeze(-1)
+
+
+def critics() -> list[dict]:
+    x = torch.randn(BATCH, OBS + ACTIONS, device=DEVICE)
+    ensemble = BatchedCritics()
+    pair = [SingleCritic(), SingleCritic()]
+    stacked, _ = stack_module_state(pair)
+    skeleton = copy.deepcopy(pair[0]).to("meta")
+
+    def batched() -> None:
+        ensemble(x).square().mean().backward()
+
+    def vmapped() -> None:
+        values = vmap(lambda params: functional_call(skeleton, params, (x,)))(stacked)
+        values.square().mean().backward()
+
+    def one_by_one() -> None:
+        torch.stack([critic(x) for critic in pair]).square().mean().backward()
+
+    rows = compare("two critics, forward and backward", 20, batched_layer=batched, vmap=vmapped, one_by_one=one_by_one)
+    compiled = {f"{call.__name__}_compiled": torch.compile(call) for call in (batched, vmapped, one_by_one)}
+    return rows + compare("the same", 20, **compiled)
+
+
+def sampling() -> list[dict]:
+    sizes = [OBS, ACTIONS, 1, 1, OBS]
+    rows = torch.randn(1_000_000, sum(sizes), device=DEVICE)
+    columns = [torch.randn(1_000_000, size, device=DEVICE) for size in sizes]
+    once = torch.randn(1_000_001, OBS + ACTIONS + 2, device=DEVICE)
+    next_row = torch.arange(1, 1_000_001, device=DEVICE)
+    indices = torch.randint(1_000_000, (BATCH,), device=DEVICE)
+    return compare(
+        "a batch out of a million transitions",
+        200,
+        one_index_select=lambda: rows.index_select(0, indices),
+        one_indexing=lambda: rows[indices],
+        observations_stored_once=lambda: (
+            once.index_select(0, indices),
+            once.index_select(0, next_row.index_select(0, indices)),
+        ),
+        a_tensor_a_field=lambda: [column[indices] for column in columns],
+    )
+
+
+def optimizers() -> list[dict]:
+    variants = {}
+    for name, options in {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}.items():
+        critic = BatchedCritics()
+        for parameter in critic.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        variants[name] = optim.Adam(critic.parameters(), **options).step
+    return compare("a step of Adam on the critics", 50, **variants)
+
+
+def gradients() -> list[dict]:
+    obs = torch.randn(BATCH, OBS, device=DEVICE)
+    critic = BatchedCritics()
+    layers = (nn.Linear(OBS, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, ACTIONS), nn.Tanh())
+    actor = nn.Sequential(*layers).to(DEVICE)
+    actor_params = list(actor.parameters())
+
+    def loss() -> Tensor:
+        return critic(torch.cat([obs, actor(obs)], dim=1)).mean()
+
+    return compare(
+        "the actor's gradient",
+        20,
+        inputs_named=lambda: loss().backward(inputs=actor_params),
+        critics_too=lambda: loss().backward(),
+    )
+
+
+def targets() -> list[dict]:
+    one, other = ([p.detach() for p in BatchedCritics().parameters()] for _ in range(2))
+
+    def loop() -> None:
+        for target, parameter in zip(one, other, strict=True):
+            target.copy_(0.005 * parameter + 0.995 * target)
+
+    return compare("target networks", 100, foreach=lambda: torch._foreach_lerp_(one, other, 0.005), loop=loop)
+
+
+def denormals() -> list[dict]:
+    """Adam on weights whose gradient has been zero for long: flushed and not."""
+    variants = {}
+    for name, first_moment in {"flushed_to_zero": 0.0, "denormal": 1e-40}.items():
+        weight = torch.zeros(256, 256, device=DEVICE, requires_grad=True)
+        weight.grad = torch.zeros_like(weight)
+        optimizer = optim.Adam([weight], fused=True)
+        optimizer.step()
+        optimizer.state[weight]["exp_avg"].fill_(first_moment)
+
+        def step(optimizer: optim.Adam = optimizer, weight: Tensor = weight, first_moment: float = first_moment) -> None:
+            optimizer.state[weight]["exp_avg"].fill_(first_moment)
+            optimizer.step()
+
+        variants[name] = step
+    return compare("a step of Adam on dead weights", 50, **variants)
+
+
+def habits() -> list[dict]:
+    critic = SingleCritic()
+    x = torch.randn(BATCH, 256, device=DEVICE)
+    args = Namespace(gamma=0.99)
+    gamma = args.gamma
+
+    def moved() -> Tensor:
+        return torch.randn(BATCH, ACTIONS).to(DEVICE)
+
+    rows = compare("train() and eval()", 200, neither=lambda: None, both=lambda: (critic.eval(), critic.train()))
+    rows += compare("args.gamma", 2000, read_once=lambda: gamma, read_each_time=lambda: args.gamma)
+    rows += compare("arithmetic", 200, out_of_place=lambda: x * 2 + 1, in_place=lambda: x.clone().mul_(2).add_(1))
+    born = {"on_the_device": lambda: torch.randn(BATCH, ACTIONS, device=DEVICE), "moved_there": moved}
+    return rows + (compare("noise born", 200, **born) if DEVICE.type == "cuda" else [])
+
+
+def main() -> None:
+    lines = [*denormals(), *critics(), *sampling(), *optimizers(), *gradients(), *targets(), *habits()]
+    machine = {"device": DEVICE.type, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    lines = [line | machine for line in lines]
+    print(tricks_table(lines))
+    for path in sys.argv[1:]:
+        Path(path).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()

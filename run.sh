@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# The one door to LeanRL.
+#
+#   ./run.sh                      a two-minute tour: every script, eager and compiled, and a table of their speed
+#   ./run.sh train NAME [ARGS]    train, e.g. ./run.sh train sac_continuous_action_torchcompile --compile
+#   ./run.sh test [ARGS]          run the tests; ARGS go to pytest
+#   ./run.sh peers [ARGS]         the benchmark beside Stable-Baselines3 and SBX; ARGS go to benchmark/sweep.py
+#   ./run.sh report               write the tables of README.md and docs/ anew from benchmark/results/
+#
+# Makes .venv and installs what is missing on the first call. PYTHON names another interpreter (3.11 to 3.13).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+die() {
+  echo "run.sh: error: $*" >&2
+  exit 2
+}
+
+# install VENV REQUIREMENTS...: make VENV if there is none, and install unless these very requirements are there already.
+install() {
+  local venv=$1 python=${PYTHON:-python3} wanted
+  shift
+  wanted=$(cat "$@" | cksum)
+  [ "$(cat "$venv/requirements.cksum" 2>/dev/null)" = "$wanted" ] && return
+  "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null ||
+    die "needs Python 3.11 to 3.13, and $python is not: set PYTHON"
+  echo "Installing into $venv (once) ..." >&2
+  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${@/#/--requirement=}" >&2
+  echo "$wanted" >"$venv/requirements.cksum"
+}
+
+main() {
+  install .venv requirements/requirements.txt requirements/mujoco.txt requirements/dev.txt
+  exec .venv/bin/python "$@"
+}
+
+command=${1:-tour}
+[ $# -gt 0 ] && shift
+case $command in
+  tour)
+    main benchmark/sweep.py --modes eager compile --total-timesteps 3000 "$@"
+    ;;
+  train)
+    name=${1:-}
+    [ -n "$name" ] && [ -f "leanrl/$name.py" ] ||
+      die "train takes one of: $(cd leanrl && echo *.py | sed 's/\.py//g'), got ${name:-nothing}"
+    shift
+    main "leanrl/$name.py" "$@"
+    ;;
+  test)
+    main -m pytest "$@"
+    ;;
+  peers)
+    install .venv-peers requirements/peers.txt
+    main benchmark/sweep.py --peers .venv-peers/bin/python "$@"
+    ;;
+  report)
+    main benchmark/report.py "$@"
+    ;;
+  *)
+    sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+    die "unknown command $command"
+    ;;
+esac
