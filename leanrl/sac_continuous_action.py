@@ -111,7 +111,7 @@ def check_args(args: Args) -> None:
     """Refuse argument values that cannot work, before anything is started."""
     at_least_1 = ("log_every", "total_timesteps", "num_envs", "batch_size", "policy_frequency", "target_network_frequency")
     ranges = {
-        "seed": (0, math.inf),
+        "seed": (0, 2**63 - 1),
         **dict.fromkeys(at_least_1, (1, math.inf)),
         "buffer_size": (max(args.batch_size, args.num_envs), math.inf),
         "learning_starts": (0, args.total_timesteps - 1),
@@ -134,7 +134,7 @@ def make_envs(args: Args, run_name: str) -> SyncVectorEnv:
     def make_env(index: int) -> gym.Env:
         video = args.capture_video and index == 0
         try:
-            env = gym.make(args.env_id, render_mode="rgb_array" if video else None)
+            env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video else {}))
         except (gym.error.Error, ModuleNotFoundError) as error:
             refuse(f"--env-id takes a registered environment, got {args.env_id}: {str(error).strip().splitlines()[0]}")
         if not isinstance(env.observation_space, gym.spaces.Box):

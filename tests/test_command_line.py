@@ -25,6 +25,7 @@ REFUSALS = {
     "gamma that is no number": (("--gamma", "nan"), "--gamma"),
     "no learning": (("--learning-starts", "1000", "--total-timesteps", "1000"), "--learning-starts"),
     "negative seed": (("--seed", "-1"), "--seed"),
+    "seed beyond 64 bits": (("--seed", "99999999999999999999"), "--seed"),
     "buffer smaller than the batch": (("--buffer-size", "255"), "--buffer-size"),
     "buffer larger than memory": (("--buffer-size", "1000000000000"), "GiB"),
     "no environment": (("--num-envs", "0"), "--num-envs"),

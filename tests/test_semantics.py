@@ -89,11 +89,6 @@ def test_seeds_of_environments(name):
     assert all(later is None for run_seeds in seeds.values() for given in run_seeds for later in given[1:])
 
 
-@pytest.mark.xfail(raises=TypeError, strict=True, reason="the scripts hand every environment a render_mode")
-def test_environment_without_render_mode(name):
-    run(name, "--env-id", "envs:Plain-v0", "--learning-starts", 1, "--total-timesteps", 2)
-
-
 # ---- Actions ---------------------------------------------------------------------------------------------------------
 def set_outputs(result: dict, value: float) -> None:
     """Make the actor's output layers give `value` for every observation."""
