@@ -80,9 +80,8 @@ def learning_table(results: list[dict]) -> str:
         lines = [line for line in results if (line["script"], line["env_id"], line["total_timesteps"]) == key]
         last = ", ".join(f"{line['episodic_return_10']:.0f}" for line in lines)
         mean = statistics.mean(line["episodic_return"] for line in lines)
-        minutes = statistics.median(line["wall_seconds"] for line in lines) / 60
-        rows.append([f"{key[0]}, {key[1]}", f"{key[2]:,}", last, f"{mean:.0f}", f"{minutes:.1f}"])
-    header = ["", "steps", "return, last 10 episodes, by seed", "last 100, mean of seeds", "minutes a run"]
+        rows.append([f"{key[0]}, {key[1]}", f"{key[2]:,}", last, f"{mean:.0f}"])
+    header = ["", "steps", "return, last 10 episodes, by seed", "last 100, mean of seeds"]
     return f"{markdown(header, rows)}\n\n{machine(results)}"
 
 

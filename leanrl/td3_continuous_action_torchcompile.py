@@ -488,8 +488,8 @@ if __name__ == "__main__":
                     write_scalars(writer, scalars, global_step)
                 sps = (global_step - sps_step) / (time.perf_counter() - sps_time)
                 write_scalars(writer, {"charts/SPS": sps}, global_step)
-                recent = np.mean([value for _, value, _ in episodes[-10:]]) if episodes else math.nan
-                bar.set_postfix_str(f"SPS {sps:.0f}, return {recent:.1f}", refresh=False)
+                recent = f", return {np.mean([value for _, value, _ in episodes[-10:]]):.1f}" if episodes else ""
+                bar.set_postfix_str(f"SPS {sps:.0f}{recent}", refresh=False)
                 bar.update(global_step - bar.n)
     except KeyboardInterrupt:
         exit_status = 130
