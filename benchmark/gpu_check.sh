@@ -17,7 +17,7 @@ export PYTHONUNBUFFERED=1
 }
 status=0
 "$python" -m pytest -m gpu -rs || status=1
-"$python" benchmark/sweep.py --modes eager compile cudagraphs both --total-timesteps 4000 --output "$results" || status=1
+"$python" benchmark/sweep.py --modes eager twin compile cudagraphs both --total-timesteps 4000 --output "$results" || status=1
 for name in sac_continuous_action td3_continuous_action; do
   "$python" benchmark/profile_update.py "${name}_torchcompile" --compile --cudagraphs 2>/dev/null || status=1
 done

@@ -8,6 +8,7 @@ by default; everything else is the library's default. SPS counts from the first 
 
 import importlib
 import json
+import os
 import platform
 import sys
 import time
@@ -53,6 +54,7 @@ def main() -> None:
     elapsed = time.perf_counter() - stopwatch.started
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
     cpu = next((line.partition(": ")[2] for line in cpuinfo if line.startswith("model name")), platform.processor())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     packages = ("stable-baselines3", "sbx-rl", "torch", "jax", "gymnasium", "mujoco")
     summary = {
         "script": peer,
@@ -62,7 +64,7 @@ def main() -> None:
         "sps": (total_timesteps - stopwatch.start) / elapsed,
         "startup_seconds": None,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
-        "hardware": {"cpu": cpu, "gpu": None},
+        "hardware": {"cpu": cpu, "cores": cores, "gpu": None},
     }
     print(json.dumps(summary))
 

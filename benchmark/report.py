@@ -66,8 +66,10 @@ def speed_table(results: list[dict]) -> str:
         for mode in (mode for mode in MODES if mode in modes):
             lines = modes[mode]
             ratios = [f"{medians[mode] / medians[base]:.2f}" if base in medians else "" for base in ("eager", "sbx")]
-            startup = {line["round"] > 0: line["startup_seconds"] for line in lines if line["startup_seconds"] is not None}
-            seconds = [f"{startup[warm]:.1f}" if warm in startup else "" for warm in (False, True)]
+            startup: dict[bool, list[float]] = {False: [], True: []}  # cold and warm
+            for line in lines:
+                startup[line["round"] > 0] += [] if line["startup_seconds"] is None else [line["startup_seconds"]]
+            seconds = [f"{statistics.median(found):.1f}" if found else "" for found in startup.values()]
             rows.append([f"{algorithm}: {MODES[mode]}", spread([line["sps"] for line in lines]), *ratios, *seconds])
     header = ["", "steps/s, median (range)", "x eager", "x SBX", "start-up cold, s", "warm, s"]
     return f"{markdown(header, rows)}\n\n{machine(results)}"

@@ -63,7 +63,7 @@ def script_command(script: str, mode: str, args: Args) -> list[str]:
 
 def peer_command(script: str, peer: str, args: Args) -> list[str]:
     """The command that runs the algorithm of `script` with the library `peer`."""
-    command = [str(args.peers), str(ROOT / "benchmark" / "peers.py"), peer, script, str(args.seed)]
+    command = [str(args.peers.absolute()), str(ROOT / "benchmark" / "peers.py"), peer, script, str(args.seed)]
     return [*command, str(args.total_timesteps), str(args.learning_starts)]
 
 
@@ -92,12 +92,12 @@ def main() -> int:
 
     results, failed = [], 0
     with tempfile.TemporaryDirectory() as scratch:
-        # The compilers' caches start empty here, so that the first round measures a cold start.
-        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor", "TRITON_CACHE_DIR": f"{scratch}/triton"}
         for round_index in range(args.rounds):
             for index, (script, mode, command) in enumerate(jobs, start=round_index * len(jobs) + 1):
                 print(f"[{index}/{args.rounds * len(jobs)}] {script} {mode}", file=sys.stderr, flush=True)
-                summary = run(command, env, scratch)
+                # Each job's compiler cache is its own and starts empty: the first round measures a cold start.
+                caches = {f"{compiler}_CACHE_DIR": f"{scratch}/{script}-{mode}" for compiler in ("TORCHINDUCTOR", "TRITON")}
+                summary = run(command, os.environ | caches, scratch)
                 if summary is None:
                     failed += 1
                     continue

@@ -28,7 +28,7 @@ def line(mode: str, sps: float, round_index: int = 0, startup: float | None = 1.
 def test_speed_table_gives_median_range_and_ratios():
     runs = [line("eager", 100), line("compile", 150, 0, 20.0), line("compile", 200, 1, 5.0), line("compile", 250, 2, 6.0)]
     table = report.speed_table([*runs, line("sbx", 80, startup=None)])
-    assert "| sac: LeanRL `--compile` | 200 (150-250) | 2.00 | 2.50 | 20.0 | 6.0 |" in table
+    assert "| sac: LeanRL `--compile` | 200 (150-250) | 2.00 | 2.50 | 20.0 | 5.5 |" in table
     assert "| sac: SBX (JAX) | 80 | 0.80 | 1.00 |  |  |" in table
     assert table.endswith("A CPU, 2 cores; no GPU; python 3.12.1; commit 0123456")
 
