@@ -16,16 +16,25 @@ die() {
   exit 2
 }
 
+usage() {
+  sed -n '2,10s/^# \{0,1\}//p' run.sh
+}
+
 # install VENV REQUIREMENTS...: make VENV if there is none, and install unless these very requirements are there already.
 install() {
   local venv=$1 python=${PYTHON:-python3} wanted
   shift
   wanted=$(cat "$@" | cksum)
   [ "$(cat "$venv/requirements.cksum" 2>/dev/null)" = "$wanted" ] && return
-  "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null ||
-    die "needs Python 3.11 to 3.13, and $python is not: set PYTHON"
   echo "Installing into $venv (once) ..." >&2
-  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+  if [ ! -x "$venv/bin/python" ]; then
+    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null ||
+      die "needs Python 3.11 to 3.13, and $python is not: set PYTHON"
+    "$python" -m venv "$venv" || {
+      rm -rf "$venv"
+      die "$python cannot make a virtual environment: its venv module or ensurepip is missing"
+    }
+  fi
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${@/#/--requirement=}" >&2
   echo "$wanted" >"$venv/requirements.cksum"
 }
@@ -58,8 +67,11 @@ case $command in
   report)
     main benchmark/report.py "$@"
     ;;
+  help | -h | --help)
+    usage
+    ;;
   *)
-    sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+    usage >&2
     die "unknown command $command"
     ;;
 esac

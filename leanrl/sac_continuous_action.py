@@ -30,6 +30,7 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -116,7 +117,8 @@ def check_args(args: Args) -> None:
         "buffer_size": (max(args.batch_size, args.num_envs), math.inf),
         "learning_starts": (0, args.total_timesteps - 1),
         **dict.fromkeys(("gamma", "tau"), (0, 1)),
-        **dict.fromkeys(("updates_per_step", "policy_lr", "q_lr", "alpha"), (0, math.inf)),
+        "updates_per_step": (1 / args.total_timesteps, math.inf),
+        **dict.fromkeys(("policy_lr", "q_lr", "alpha"), (0, math.inf)),
     }
     for name, (low, high) in ranges.items():
         value = getattr(args, name)
@@ -135,8 +137,9 @@ def make_envs(args: Args, run_name: str) -> SyncVectorEnv:
         video = args.capture_video and index == 0
         try:
             env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video else {}))
-        except (gym.error.Error, ModuleNotFoundError) as error:
-            refuse(f"--env-id takes a registered environment, got {args.env_id}: {str(error).strip().splitlines()[0]}")
+        except (gym.error.Error, ImportError) as error:
+            reason = str(error).strip().splitlines()[0]
+            refuse(f"--env-id takes an environment that Gymnasium can make, got {args.env_id}: {reason}")
         if not isinstance(env.observation_space, gym.spaces.Box):
             refuse(f"--env-id takes an environment with Box observations, {args.env_id} has {env.observation_space}")
         if not (isinstance(env.action_space, gym.spaces.Box) and env.action_space.is_bounded()):
@@ -207,8 +210,9 @@ def sample_batch(buffer: Tensor, size: Tensor, batch_size: int, obs_dim: int, ac
     """Draw transitions uniformly, with replacement, from the first `size` rows of the replay buffer.
 
     A row is a whole transition (obs, action, reward, terminated, next_obs): one gather fetches it. `size` is a 0-dim
-    integer tensor on the buffer's device. Returns obs (batch, obs_dim), actions (batch, action_dim), rewards (batch,),
-    terminated (batch,) as 0.0 or 1.0, next_obs (batch, obs_dim).
+    integer tensor on the buffer's device, because a captured graph would not see a Python number grow.
+    Returns obs (batch, obs_dim), actions (batch, action_dim), rewards (batch,), terminated (batch,) as 0.0 or 1.0, and
+    next_obs (batch, obs_dim).
     """
     indices = torch.randint(2**62, (batch_size,), device=buffer.device) % size
     rows = buffer.index_select(0, indices)
@@ -278,8 +282,10 @@ def write_scalars(writer: SummaryWriter, scalars: dict[str, float], step: int) -
 
 def run_summary(args: Args, device: torch.device, episode_returns: list[float], **measured) -> str:
     """The run summary as one line of JSON: what was `measured`, and what can be read off the arguments and the machine."""
-    packages = {distribution.name.lower(): distribution.version for distribution in metadata.distributions()}
-    versions = {name: packages.get(name) for name in ("torch", "tensordict", "gymnasium", "mujoco", "envpool")}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("torch", "tensordict", "gymnasium", "mujoco", "envpool"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
     cpu = [line.partition(": ")[2] for line in cpuinfo if line.startswith("model name")] or [platform.processor()]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -297,7 +303,7 @@ def run_summary(args: Args, device: torch.device, episode_returns: list[float], 
         "episodic_return_10": float(np.mean(episode_returns[-10:])) if episode_returns else None,
         "episodes": len(episode_returns),
         "argv": sys.argv[1:],
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": versions,
         "device": device.type,
         "hardware": {"cpu": cpu[0], "cores": cores, "gpu": gpu},
         "git_commit": commit or None,
@@ -404,11 +410,12 @@ if __name__ == "__main__":
     episode_return, episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
     episodes: list[tuple[int, float, int]] = []
     global_step, updates, logged_episodes, next_log, exit_status = 0, 0, 0, args.log_every, 0
-    startup_seconds = time.perf_counter() - start_time
+    sps, sps_step, sps_time, startup_seconds = None, 0, start_time, None
 
     bar = tqdm(total=args.total_timesteps, unit="step", dynamic_ncols=True)
-    sps, sps_step, sps_time = None, 0, time.perf_counter()
     try:
+        startup_seconds = time.perf_counter() - start_time
+        sps_time = time.perf_counter()
         while global_step < args.total_timesteps:
             if global_step < args.learning_starts:
                 actions = envs.action_space.sample().reshape(num_envs, action_dim)
@@ -417,7 +424,8 @@ if __name__ == "__main__":
                     if device.type == "cuda":
                         torch.cuda.synchronize()  # sync, once: SPS counts from the first step that learns
                     sps_step, sps_time = global_step, time.perf_counter()
-                actions = act(row[:, :obs_dim].to(device)).cpu().numpy()  # sync: the environments need the actions
+                obs = row[:, :obs_dim].to(device, non_blocking=True)
+                actions = act(obs).cpu().numpy()  # sync: the environments need the actions
 
             while updates < (global_step - args.learning_starts) * args.updates_per_step:
                 update(updates % policy_frequency == 0, updates % target_network_frequency == 0)

@@ -16,6 +16,7 @@ Every place that differs from the eager script opens with `# [fast k]`; docs/tri
 """
 
 import json
+import logging
 import math
 import os
 import platform
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -119,7 +121,8 @@ def check_args(args: Args) -> None:
         "buffer_size": (max(args.batch_size, args.num_envs), math.inf),
         "learning_starts": (0, args.total_timesteps - 1),
         **dict.fromkeys(("gamma", "tau"), (0, 1)),
-        **dict.fromkeys(("updates_per_step", "policy_lr", "q_lr", "alpha"), (0, math.inf)),
+        "updates_per_step": (1 / args.total_timesteps, math.inf),
+        **dict.fromkeys(("policy_lr", "q_lr", "alpha"), (0, math.inf)),
     }
     for name, (low, high) in ranges.items():
         value = getattr(args, name)
@@ -138,8 +141,9 @@ def make_envs(args: Args, run_name: str) -> SyncVectorEnv:
         video = args.capture_video and index == 0
         try:
             env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video else {}))
-        except (gym.error.Error, ModuleNotFoundError) as error:
-            refuse(f"--env-id takes a registered environment, got {args.env_id}: {str(error).strip().splitlines()[0]}")
+        except (gym.error.Error, ImportError) as error:
+            reason = str(error).strip().splitlines()[0]
+            refuse(f"--env-id takes an environment that Gymnasium can make, got {args.env_id}: {reason}")
         if not isinstance(env.observation_space, gym.spaces.Box):
             refuse(f"--env-id takes an environment with Box observations, {args.env_id} has {env.observation_space}")
         if not (isinstance(env.action_space, gym.spaces.Box) and env.action_space.is_bounded()):
@@ -210,8 +214,9 @@ def sample_batch(buffer: Tensor, size: Tensor, batch_size: int, obs_dim: int, ac
     """Draw transitions uniformly, with replacement, from the first `size` rows of the replay buffer.
 
     A row is a whole transition (obs, action, reward, terminated, next_obs): one gather fetches it. `size` is a 0-dim
-    integer tensor on the buffer's device. Returns obs (batch, obs_dim), actions (batch, action_dim), rewards (batch,),
-    terminated (batch,) as 0.0 or 1.0, next_obs (batch, obs_dim).
+    integer tensor on the buffer's device, because a captured graph would not see a Python number grow.
+    Returns obs (batch, obs_dim), actions (batch, action_dim), rewards (batch,), terminated (batch,) as 0.0 or 1.0, and
+    next_obs (batch, obs_dim).
     """
     indices = torch.randint(2**62, (batch_size,), device=buffer.device) % size
     rows = buffer.index_select(0, indices)
@@ -300,8 +305,10 @@ def write_scalars(writer: SummaryWriter, scalars: dict[str, float], step: int) -
 
 def run_summary(args: Args, device: torch.device, episode_returns: list[float], **measured) -> str:
     """The run summary as one line of JSON: what was `measured`, and what can be read off the arguments and the machine."""
-    packages = {distribution.name.lower(): distribution.version for distribution in metadata.distributions()}
-    versions = {name: packages.get(name) for name in ("torch", "tensordict", "gymnasium", "mujoco", "envpool")}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("torch", "tensordict", "gymnasium", "mujoco", "envpool"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
     cpu = [line.partition(": ")[2] for line in cpuinfo if line.startswith("model name")] or [platform.processor()]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -319,7 +326,7 @@ def run_summary(args: Args, device: torch.device, episode_returns: list[float], 
         "episodic_return_10": float(np.mean(episode_returns[-10:])) if episode_returns else None,
         "episodes": len(episode_returns),
         "argv": sys.argv[1:],
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": versions,
         "device": device.type,
         "hardware": {"cpu": cpu[0], "cores": cores, "gpu": gpu},
         "git_commit": commit or None,
@@ -366,6 +373,7 @@ if __name__ == "__main__":
     target_entropy = -float(action_dim)
 
     # [fast 2] The gradient step is one function of tensors that it updates in place, optimizers included.
+    # It costs time on its own, and lets fast 1 and fast 4 take the step whole.
     actor_state = adam_state(dict(actor.requires_grad_(False).named_parameters()))
     critic_state = adam_state(dict(critic.requires_grad_(False).named_parameters()))
     alpha_state = adam_state({"log_alpha": log_alpha})
@@ -375,7 +383,7 @@ if __name__ == "__main__":
     losses = {name: torch.zeros(args.batch_size if "values" in name else (), device=device) for name in names}
 
     autotune, gamma, tau, batch_size = args.autotune, args.gamma, args.tau, args.batch_size
-    policy_lr, q_lr = args.policy_lr, args.q_lr  # [fast 2]
+    policy_lr, q_lr = args.policy_lr, args.q_lr  # [fast 2] the optimizers keep them in the eager script
     policy_frequency, target_network_frequency = args.policy_frequency, args.target_network_frequency
 
     def act(obs: Tensor) -> Tensor:
@@ -415,46 +423,18 @@ if __name__ == "__main__":
 
         if update_actor:
             for _ in range(policy_frequency):
-                # [fast 2]
+                # [fast 2] Again by functions: the actor's gradient and its Adam, without the gradient of the critics.
                 grads, (policy_loss, log_prob) = grad_and_value(actor_objective, has_aux=True)(dict(actor_state["params"]))
                 adam_step(actor_state, grads, policy_lr)
                 record(actor_loss=policy_loss)
                 if autotune:
-                    # [fast 2]
+                    # [fast 2] And those of the entropy coefficient.
                     grad, temperature_loss = grad_and_value(alpha_loss)(log_alpha, log_prob, target_entropy)
                     adam_step(alpha_state, {"log_alpha": grad}, q_lr)
                     record(alpha_loss=temperature_loss)
 
         if update_target:
-            critic_target_params.lerp_(critic_state["params"], tau)  # [fast 2]
-
-    # [fast 1] The policy and the whole gradient step are one graph each.
-    # Measured: 292 steps/s, 185 eager, 162 where backward() and optimizer.step() break the graph.
-    if args.compile:
-        act, update = torch.compile(act, fullgraph=True), torch.compile(update, fullgraph=True)
-    # [fast 4] A captured graph is launched at once, not kernel by kernel; one a kind of gradient step. Gain: to be measured.
-    steps = range(math.lcm(policy_frequency, target_network_frequency))
-    kinds = sorted({(step % policy_frequency == 0, step % target_network_frequency == 0) for step in steps})
-    cudagraphs = args.cudagraphs and device.type == "cuda"
-    if cudagraphs:
-        act = CudaGraphModule(act, warmup=5, device=device)
-        graphs = {kind: CudaGraphModule(partial(update, *kind), warmup=5, device=device) for kind in kinds}
-
-        def update(*kind: bool) -> None:
-            graphs[kind]()
-
-    elif args.cudagraphs:
-        print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
-    # [fast 5] Compile, warm up and capture before the first step, on the real state, which is then put back.
-    if args.compile or cudagraphs:
-        state = TensorDict(actor=actor_state, critic=critic_state, alpha=alpha_state, critic_target=critic_target_params)
-        saved = state.clone()
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if device.type == "cuda" else []):
-            for _ in range(6):
-                act(row[:, :obs_dim].to(device))
-                for kind in kinds:
-                    update(*kind)
-        state.update_(saved)
+            critic_target_params.lerp_(critic_state["params"], tau)  # [fast 2] a foreach kernel, as in the eager script
 
     writer = make_writer(args, run_name)
     action_seed, *env_seeds = np.random.SeedSequence(args.seed).generate_state(1 + num_envs).tolist()
@@ -463,11 +443,42 @@ if __name__ == "__main__":
     episode_return, episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
     episodes: list[tuple[int, float, int]] = []
     global_step, updates, logged_episodes, next_log, exit_status = 0, 0, 0, args.log_every, 0
-    startup_seconds = time.perf_counter() - start_time
+    sps, sps_step, sps_time, startup_seconds = None, 0, start_time, None
 
     bar = tqdm(total=args.total_timesteps, unit="step", dynamic_ncols=True)
-    sps, sps_step, sps_time = None, 0, time.perf_counter()
     try:
+        # [fast 1] The policy and the whole gradient step are one graph each.
+        # Measured: 292 steps/s, 185 eager, 162 where backward() and optimizer.step() break the graph.
+        if args.compile:
+            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --tf32 decides
+            act, update = torch.compile(act, fullgraph=True), torch.compile(update, fullgraph=True)
+        # [fast 4] A captured graph is launched at once; there is one for each kind of gradient step. Gain: to be measured.
+        steps = range(math.lcm(policy_frequency, target_network_frequency))
+        kinds = sorted({(step % policy_frequency == 0, step % target_network_frequency == 0) for step in steps})
+        cudagraphs = args.cudagraphs and device.type == "cuda"
+        if cudagraphs:
+            logging.getLogger("tensordict").setLevel(logging.WARNING)
+            act = CudaGraphModule(act, warmup=5, device=device)
+            graphs = {kind: CudaGraphModule(partial(update, *kind), warmup=5, device=device) for kind in kinds}
+
+            def update(*kind: bool) -> None:
+                graphs[kind]()
+
+        elif args.cudagraphs:
+            print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
+        # [fast 5] Compile, warm up and capture before the first step, on the real state, which is then put back.
+        if args.compile or cudagraphs:
+            state = TensorDict(actor=actor_state, critic=critic_state, alpha=alpha_state, critic_target=critic_target_params)
+            saved = state.clone()
+            with torch.random.fork_rng(devices=[torch.cuda.current_device()] if device.type == "cuda" else []):
+                for _ in range(6):
+                    act(row[:, :obs_dim].to(device))
+                    for kind in kinds:
+                        update(*kind)
+            state.update_(saved)
+
+        startup_seconds = time.perf_counter() - start_time
+        sps_time = time.perf_counter()
         while global_step < args.total_timesteps:
             if global_step < args.learning_starts:
                 actions = envs.action_space.sample().reshape(num_envs, action_dim)
@@ -476,7 +487,8 @@ if __name__ == "__main__":
                     if device.type == "cuda":
                         torch.cuda.synchronize()  # sync, once: SPS counts from the first step that learns
                     sps_step, sps_time = global_step, time.perf_counter()
-                actions = act(row[:, :obs_dim].to(device)).cpu().numpy()  # sync: the environments need the actions
+                obs = row[:, :obs_dim].to(device, non_blocking=True)
+                actions = act(obs).cpu().numpy()  # sync: the environments need the actions
 
             while updates < (global_step - args.learning_starts) * args.updates_per_step:
                 update(updates % policy_frequency == 0, updates % target_network_frequency == 0)

@@ -46,10 +46,11 @@ def test_twin_on_cuda_computes_what_the_eager_script_does(script, flags):
 
 
 def assert_noise_of_the_policy(run: dict) -> None:
-    """1000 draws at one observation vary as the policy says: the standard deviation before squashing is within 10 %."""
+    """1000 draws at one observation vary as the policy says: their standard deviation is within four of its own."""
     obs = torch.zeros(1, run["obs_dim"], device=run["device"])
+    # Outside of no_grad, as in training: the grad mode is something that compiled code depends on.
+    draws = torch.stack([run["act"](obs)[0].clone() for _ in range(1000)])
     with torch.no_grad():
-        draws = torch.stack([run["act"](obs)[0].clone() for _ in range(1000)])
         unit = (draws - run["action_bias"]) / run["action_scale"]
         policy = run["actor"](obs)
         if isinstance(policy, tuple):  # SAC: a Gaussian before the tanh
@@ -66,8 +67,8 @@ def assert_noise_of_the_policy(run: dict) -> None:
 def assert_no_wait(run: dict, kinds: list[tuple[bool, ...]]) -> None:
     """Gradient steps make no call that waits for the device."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for step in range(10):
             run["update"](*kinds[step % len(kinds)])
     finally:

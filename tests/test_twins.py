@@ -101,11 +101,14 @@ def test_eager_twin_and_compiled_twin_compute_the_same(script, num_envs):
     assert eager["updates"] == 20
     assert_same_numbers(eager, run(f"{script}_torchcompile", *args), atol=ONE_STEP)
     # Compiled code draws its own random numbers unless told to draw those of eager code.
+    torch._dynamo.utils.counters.clear()
     with torch._inductor.config.patch(fallback_random=True):
         compiled = run(f"{script}_torchcompile", *args, "--compile")
     assert_same_numbers(eager, compiled, atol=ONE_STEP)
 
     kinds = compiled["kinds"]
+    # The policy and each kind of gradient step, and nothing compiled again in the run or after it.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + len(kinds)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step in range(20):
             compiled["size"].fill_(20 + step)
