@@ -422,7 +422,7 @@ if __name__ == "__main__":
     bar = tqdm(total=args.total_timesteps, unit="step", dynamic_ncols=True)
     try:
         # [fast 1] The policy and the whole gradient step are one graph each.
-        # Measured: 391 steps/s, 293 eager, 266 where backward() and optimizer.step() break the graph.
+        # Measured: 1.34 times the eager steps/s; 0.91 times where backward() and optimizer.step() break the graph.
         if args.compile:
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --tf32 decides
             act, update = torch.compile(act, fullgraph=True), torch.compile(update, fullgraph=True)

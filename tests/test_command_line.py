@@ -120,8 +120,11 @@ def test_interrupted_run_tells_what_ran(name, flags, compiling, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    while "/1000000 [" not in process.stderr.read(100):
-        assert process.poll() is None
+    told = ""
+    while "/1000000 [" not in told:
+        character = process.stderr.read(1)
+        assert character, told
+        told += character
     time.sleep(1)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
