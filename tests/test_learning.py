@@ -9,7 +9,7 @@ from conftest import cli
 RUNS = {
     "sac_continuous_action": (20_000, 900),
     # Slow to take off with these hyper-parameters, and so it is in Stable-Baselines3: docs/td3.md.
-    "td3_continuous_action": (45_000, 300),
+    "td3_continuous_action": (45_000, 600),
 }
 
 
