@@ -117,7 +117,7 @@ def check_args(args: Args) -> None:
         "buffer_size": (max(args.batch_size, args.num_envs), math.inf),
         "learning_starts": (0, args.total_timesteps - 1),
         **dict.fromkeys(("gamma", "tau"), (0, 1)),
-        "updates_per_step": (1 / args.total_timesteps, math.inf),
+        "updates_per_step": (0, math.inf),
         **dict.fromkeys(("policy_lr", "q_lr", "alpha"), (0, math.inf)),
     }
     for name, (low, high) in ranges.items():

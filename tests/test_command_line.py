@@ -18,7 +18,6 @@ REFUSALS = {
     "unknown environment": (("--env-id", "HalfCheetah-v99"), "--env-id"),
     "unknown module": (("--env-id", "no_such_module:Env-v0"), "--env-id"),
     "environment that was removed": (("--env-id", "HalfCheetah-v2"), "--env-id"),
-    "no gradient step": (("--updates-per-step", "0"), "--updates-per-step"),
     "discrete actions": (("--env-id", "CartPole-v1"), "--env-id"),
     "unbounded actions": (("--env-id", "envs:Unbounded-v0"), "--env-id"),
     "observations that are no Box": (("--env-id", "envs:DictObs-v0"), "--env-id"),
