@@ -40,7 +40,7 @@ install() {
 }
 
 main() {
-  install .venv requirements/requirements.txt requirements/mujoco.txt requirements/dev.txt
+  install .venv requirements/{requirements,mujoco,atari,dev}.txt
   exec .venv/bin/python "$@"
 }
 

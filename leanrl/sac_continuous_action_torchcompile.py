@@ -269,9 +269,9 @@ def adam_state(params: dict[str, Tensor]) -> TensorDict:
     return TensorDict(params=params, exp_avg=torch.zeros_like(params), exp_avg_sq=torch.zeros_like(params), step=step)
 
 
-def adam_step(state: TensorDict, grads: dict[str, Tensor], lr: float) -> None:
-    """One step of Adam in place (arXiv:1412.6980, algorithm 1) with the constants of `torch.optim.Adam`."""
-    beta1, beta2, eps = 0.9, 0.999, 1e-8
+def adam_step(state: TensorDict, grads: dict[str, Tensor], lr: float | Tensor, eps: float = 1e-8) -> None:
+    """One step of Adam in place (arXiv:1412.6980, algorithm 1), with the other defaults of `torch.optim.Adam`, too."""
+    beta1, beta2 = 0.9, 0.999
     grads = TensorDict(grads)
     step = state["step"].add_(1)
     exp_avg = state["exp_avg"].lerp_(grads, 1 - beta1)

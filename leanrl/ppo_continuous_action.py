@@ -1,0 +1,529 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = [
+#     "torch>=2.11,<2.14", "tensordict>=0.15.3,<0.16", "gymnasium[mujoco]>=1.4,<1.5", "mujoco>=3.6,<4", "numpy>=2,<3",
+#     "tyro>=1,<2", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "psutil>=6", "moviepy>=2,<3",
+# ]
+# ///
+"""Proximal Policy Optimization (PPO) for continuous actions.
+
+Paper: Schulman et al., "Proximal Policy Optimization Algorithms", arXiv:1707.06347 (2017), with the details of Huang et
+       al., "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog Track (2022).
+Run:   python leanrl/ppo_continuous_action.py --env-id HalfCheetah-v4
+Twin:  leanrl/ppo_continuous_action_torchcompile.py computes the same with torch.compile and CUDA graphs.
+
+Deviations from the paper and the details: the step that only resets an environment is no transition and is masked out;
+a truncated episode bootstraps from the value of its final observation; all environments share one normaliser, and rewards
+are scaled by the statistics at the end of their rollout. Networks, initialisation and defaults are CleanRL's.
+"""
+
+import json
+import math
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from torch import Tensor, nn, optim
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+# ---- Arguments -------------------------------------------------------------------------------------------------------
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem
+    """the name of this experiment"""
+    seed: int = 1
+    """seed of the experiment"""
+    cuda: bool = True
+    """use a CUDA device if there is one"""
+    tf32: bool = False
+    """let float32 matrix products on CUDA use TF32 (faster, about three decimal digits)"""
+    track: bool = False
+    """also send the logs to Weights & Biases"""
+    wandb_project_name: str = "leanrl"
+    """the project of the Weights & Biases run"""
+    wandb_entity: str | None = None
+    """the entity (team) of the Weights & Biases run"""
+    capture_video: bool = False
+    """record videos of the first environment under runs/<run>/videos"""
+
+    env_id: str = "HalfCheetah-v4"
+    """the id of the environment: any with Box observations and Box actions"""
+    total_timesteps: int = 1_000_000
+    """agent steps in all, over all environments; the run ends where no whole rollout is left"""
+    learning_rate: float = 3e-4
+    """the learning rate at the start"""
+    num_envs: int = 1
+    """the number of parallel environments"""
+    num_steps: int = 2048
+    """the steps of each environment in a rollout"""
+    anneal_lr: bool = True
+    """let the learning rate fall linearly to zero"""
+    gamma: float = 0.99
+    """the discount factor"""
+    gae_lambda: float = 0.95
+    """lambda of the generalised advantage estimate"""
+    num_minibatches: int = 32
+    """the number of minibatches that a rollout is divided into"""
+    update_epochs: int = 10
+    """how often a rollout is learnt from"""
+    norm_adv: bool = True
+    """normalise the advantages of each minibatch"""
+    clip_coef: float = 0.2
+    """the bound on the ratio of probabilities, as a distance from 1"""
+    clip_vloss: bool = True
+    """clip the value loss, too"""
+    ent_coef: float = 0.0
+    """the weight of the entropy"""
+    vf_coef: float = 0.5
+    """the weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """the norm that gradients are clipped to"""
+    target_kl: float | None = None
+    """stop learning from a rollout after the epoch in which the KL divergence passes this"""
+    act_device: Literal["auto", "cpu", "device"] = "auto"
+    """where the policy acts: in NumPy on the CPU, or in PyTorch on the device that learns; auto takes what measured faster"""
+
+
+def refuse(message: str) -> None:
+    """Tell a bad argument in one line on standard error and leave with exit status 2."""
+    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check_args(args: Args) -> None:
+    """Refuse argument values that cannot work, before anything is started."""
+    at_least_1 = ("num_envs", "num_steps", "num_minibatches", "update_epochs")
+    not_negative = ("learning_rate", "clip_coef", "ent_coef", "vf_coef", "max_grad_norm", "target_kl")
+    ranges = {
+        "seed": (0, 2**63 - 1),
+        **dict.fromkeys(at_least_1, (1, math.inf)),
+        "total_timesteps": (args.num_envs * args.num_steps, math.inf),
+        **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
+        **dict.fromkeys(not_negative, (0, math.inf)),
+    }
+    for name, (low, high) in ranges.items():
+        value = getattr(args, name)
+        if value is not None and (not low <= value <= high or value == math.inf):
+            refuse(f"--{name.replace('_', '-')} takes a number from {low} to {high}, got {value}")
+    if args.num_envs * args.num_steps % args.num_minibatches:
+        refuse(f"--num-minibatches takes a divisor of the {args.num_envs * args.num_steps} rows, got {args.num_minibatches}")
+
+
+# ---- Environment -----------------------------------------------------------------------------------------------------
+def make_envs(args: Args, run_name: str) -> SyncVectorEnv:
+    """Build the environments, stepped in turn, each reset in the step after the one that ends its episode.
+
+    The first may record videos. Exits with status 2 where the environment is unknown or has other than Box spaces.
+    """
+
+    def make_env(index: int) -> gym.Env:
+        video = args.capture_video and index == 0
+        try:
+            env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video else {}))
+        except (gym.error.Error, ImportError) as error:
+            reason = str(error).strip().splitlines()[0]
+            refuse(f"--env-id takes an environment that Gymnasium can make, got {args.env_id}: {reason}")
+        if not isinstance(env.observation_space, gym.spaces.Box):
+            refuse(f"--env-id takes an environment with Box observations, {args.env_id} has {env.observation_space}")
+        if not isinstance(env.action_space, gym.spaces.Box):
+            refuse(f"--env-id takes an environment with Box actions, {args.env_id} has {env.action_space}")
+        return gym.wrappers.RecordVideo(env, f"runs/{run_name}/videos", disable_logger=True) if video else env
+
+    warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature's figures are those of -v4
+    env_fns = [partial(make_env, index) for index in range(args.num_envs)]
+    # copy=False: an observation is copied once, into the rollout.
+    return SyncVectorEnv(env_fns, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
+
+
+# ---- Networks --------------------------------------------------------------------------------------------------------
+def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
+    """Initialise a layer in place: orthogonal weights with gain `std`, no bias. Returns the layer."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Agent(nn.Module):
+    """Normal policy and value function: (..., obs_dim) to mean (..., action_dim), log_std (1, action_dim), value (...)."""
+
+    def __init__(self, obs_dim: int, action_dim: int, device: torch.device):
+        super().__init__()
+        self.critic = nn.Sequential(
+            layer_init(nn.Linear(obs_dim, 64, device=device)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 64, device=device)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 1, device=device), std=1.0),
+        )
+        self.actor_mean = nn.Sequential(
+            layer_init(nn.Linear(obs_dim, 64, device=device)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 64, device=device)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, action_dim, device=device), std=0.01),
+        )
+        self.actor_logstd = nn.Parameter(torch.zeros(1, action_dim, device=device))
+
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.actor_mean(obs), self.actor_logstd, self.critic(obs).squeeze(-1)
+
+
+# ---- Algorithm -------------------------------------------------------------------------------------------------------
+class RunningMoments:
+    """Count, mean and squared deviations of all rows seen so far, in float64 (Chan et al., 1979, equations 2.1)."""
+
+    def __init__(self, dim: int):
+        self.count, self.mean, self.squares = 0, np.zeros(dim), np.zeros(dim)
+
+    def update(self, rows: np.ndarray) -> None:
+        """Take in rows (n, dim); n may be 0."""
+        added = len(rows)
+        if added == 0:
+            return
+        mean = rows.sum(axis=0) / added
+        delta = mean - self.mean
+        self.squares += np.square(rows - mean).sum(axis=0) + np.square(delta) * (self.count * added / (self.count + added))
+        self.count += added
+        self.mean += delta * (added / self.count)
+
+    def std(self) -> np.ndarray:
+        """The standard deviation, (dim,), never 0."""
+        return np.sqrt(self.squares / max(self.count, 1) + 1e-8)
+
+
+def numpy_policy(weights: list[np.ndarray], obs: np.ndarray) -> np.ndarray:
+    """Mean actions (n, action_dim) at obs (n, obs_dim), from weights and biases of the layers of `Agent.actor_mean`."""
+    w1, b1, w2, b2, w3, b3 = weights
+    x = np.tanh(obs @ w1.T + b1)
+    x = np.tanh(x @ w2.T + b2)
+    return x @ w3.T + b3
+
+
+def discounted_sums(x: Tensor, discounts: Tensor) -> Tensor:
+    """y_t = x_t + discounts_t y_{t+1} with y_T = 0, along the first of two dimensions, (T, n).
+
+    By doubling: after round k, y_t holds the first 2^k terms of its sum. Log2(T) rounds take 0.2 ms where a loop over 2048
+    steps takes 54 ms, and a compiler need not unroll them.
+    """
+    y, shift = x, 1
+    while shift < len(x):
+        y = y + discounts * F.pad(y[shift:], (0, 0, 0, shift))
+        discounts = discounts * F.pad(discounts[shift:], (0, 0, 0, shift))
+        shift *= 2
+    return y
+
+
+def gae(rewards: Tensor, values: Tensor, terminated: Tensor, valid: Tensor, gamma: float, gae_lambda: float) -> Tensor:
+    """Generalised advantage estimates, (T, n) (Schulman et al., arXiv:1506.02438, equation 16); 0 where a row is not valid.
+
+    rewards, terminated: (T, n). values, valid: (T + 1, n), with the observation after the last step. A row is not valid
+    where its step only reset the environment: the recursion stops on both sides of it. It holds the final observation of the
+    episode before, whose value a truncated episode bootstraps from.
+    """
+    deltas = rewards + gamma * (1 - terminated) * values[1:] - values[:-1]
+    return discounted_sums(valid[:-1] * deltas, gamma * gae_lambda * valid[:-1] * valid[1:])
+
+
+def normal_log_prob(actions: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """Log-density in nats, (batch,), of actions (batch, action_dim) under independent normal distributions."""
+    standardised = (actions - mean) * (-log_std).exp()
+    return (-0.5 * standardised.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
+
+
+def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
+    """Mean of x over the rows with valid = 1, 0-dim; 0 if there are none. Both (batch,)."""
+    return (x * valid).sum() / valid.sum().clamp(min=1)
+
+
+def normalise(advantages: Tensor, valid: Tensor) -> Tensor:
+    """Advantages less their mean over their standard deviation, both over the valid rows; (batch,) like its arguments."""
+    centred = advantages - masked_mean(advantages, valid)
+    variance = (centred.square() * valid).sum() / (valid.sum() - 1).clamp(min=1)
+    return centred / (variance.sqrt() + 1e-8)
+
+
+def policy_loss(log_ratio: Tensor, advantages: Tensor, valid: Tensor, clip_coef: float) -> Tensor:
+    """Clipped surrogate objective, negated, 0-dim, from (batch,) each (PPO, equation 7)."""
+    ratio = log_ratio.exp()
+    return masked_mean(torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)), valid)
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None) -> Tensor:
+    """Half the mean squared error of values, 0-dim, from (batch,) each; clip_coef bounds what a move from old_values gains."""
+    errors = (values - returns).square()
+    if clip_coef is not None:
+        clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
+        errors = torch.maximum(errors, (clipped - returns).square())
+    return 0.5 * masked_mean(errors, valid)
+
+
+def kl_metrics(log_ratio: Tensor, valid: Tensor, clip_coef: float) -> dict[str, Tensor]:
+    """Two estimates of the KL divergence in nats (k1 and k3 of Schulman, "Approximating KL Divergence", 2020) and the
+    fraction of ratios beyond the clip, 0-dim each, from (batch,)."""
+    ratio = log_ratio.exp()
+    return {
+        "old_approx_kl": masked_mean(-log_ratio, valid),
+        "approx_kl": masked_mean(ratio - 1 - log_ratio, valid),
+        "clipfrac": masked_mean(((ratio - 1).abs() > clip_coef).float(), valid),
+    }
+
+
+def explained_variance(values: Tensor, returns: Tensor, valid: Tensor) -> Tensor:
+    """The share of the variance of the returns that the values explain, 0-dim, from (batch,) each; at most 1."""
+    error = returns - values
+    error_variance = masked_mean((error - masked_mean(error, valid)).square(), valid)
+    variance = masked_mean((returns - masked_mean(returns, valid)).square(), valid)
+    return 1 - error_variance / variance.clamp(min=1e-8)
+
+
+# ---- Logging ---------------------------------------------------------------------------------------------------------
+def make_writer(args: Args, run_name: str) -> SummaryWriter:
+    """Open the TensorBoard log runs/<run_name>, mirrored to Weights & Biases under --track."""
+    if args.track:
+        import wandb
+
+        project, entity = args.wandb_project_name, args.wandb_entity
+        wandb.init(project=project, entity=entity, name=run_name, config=asdict(args), sync_tensorboard=True, save_code=True)
+    writer = SummaryWriter(f"runs/{run_name}")
+    rows = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
+    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
+    return writer
+
+
+def write_scalars(writer: SummaryWriter, scalars: dict[str, float], step: int) -> None:
+    """Log scalars by name. One that is not finite ends the run with a message and exit status 1."""
+    for name, value in scalars.items():
+        writer.add_scalar(name, value, step)
+        if not math.isfinite(value):
+            writer.close()
+            raise SystemExit(f"{Path(__file__).name}: error: {name} is {value} at step {step}")
+
+
+def run_summary(args: Args, device: torch.device, episode_returns: list[float], **measured) -> str:
+    """The run summary as one line of JSON: what was `measured`, and what can be read off the arguments and the machine."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("torch", "tensordict", "gymnasium", "mujoco", "envpool"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    cpu = [line.partition(": ")[2] for line in cpuinfo if line.startswith("model name")] or [platform.processor()]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
+    git = ["git", "-C", Path(__file__).parent, "rev-parse", "--verify", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else None
+    peak_memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    summary = {
+        "script": Path(__file__).stem,
+        **{name: getattr(args, name) for name in ("env_id", "seed", "num_envs")},
+        **measured,
+        "peak_memory_mb": round(peak_memory_mb, 1),
+        "peak_device_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20, 1) if gpu else None,
+        "episodic_return": float(np.mean(episode_returns[-100:])) if episode_returns else None,
+        "episodic_return_10": float(np.mean(episode_returns[-10:])) if episode_returns else None,
+        "episodes": len(episode_returns),
+        "argv": sys.argv[1:],
+        "versions": versions,
+        "device": device.type,
+        "hardware": {"cpu": cpu[0], "cores": cores, "gpu": gpu},
+        "git_commit": commit or None,
+    }
+    return json.dumps(summary)
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    check_args(args)
+    start_time = time.perf_counter()
+    if args.cuda and not torch.cuda.is_available():
+        print("CUDA is not available: running on the CPU", file=sys.stderr)
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    torch.set_flush_denormal(True)
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    torch.manual_seed(args.seed)
+
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    envs = make_envs(args, run_name)
+    obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(envs.single_action_space.shape)
+    action_low, action_high = envs.single_action_space.low.ravel(), envs.single_action_space.high.ravel()
+
+    num_envs, num_steps, batch_size = args.num_envs, args.num_steps, args.num_envs * args.num_steps
+    minibatch_size = batch_size // args.num_minibatches
+    # A row is a step of one environment; one more step has the observation that a rollout ends with.
+    rollout = torch.zeros(num_steps + 1, num_envs, obs_dim + action_dim + 3)
+    columns = np.cumsum([obs_dim, action_dim, 1, 1])
+    rollout_obs, rollout_actions, *scalars = np.split(rollout.numpy(), columns, axis=2)
+    rollout_rewards, rollout_terminated, rollout_valid = (column[:, :, 0] for column in scalars)
+    buffer = torch.zeros_like(rollout, device=device)
+    batch = torch.zeros(batch_size, obs_dim + action_dim + 5, device=device)
+    obs_moments, return_moments = RunningMoments(obs_dim), RunningMoments(1)
+
+    agent = Agent(obs_dim, action_dim, device)
+    act_on_cpu = args.act_device == "cpu" or args.act_device == "auto"
+    act_device = torch.device("cpu") if act_on_cpu else device
+    optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    losses: dict[str, Tensor] = {}
+
+    gamma, gae_lambda, norm_adv, clip_coef = args.gamma, args.gae_lambda, args.norm_adv, args.clip_coef
+    clip_vloss, ent_coef, vf_coef, max_grad_norm = args.clip_vloss, args.ent_coef, args.vf_coef, args.max_grad_norm
+
+    def act(obs: Tensor, noise: Tensor) -> Tensor:
+        """Actions for obs (num_envs, obs_dim) and noise of the policy's deviation: (num_envs, action_dim)."""
+        with torch.no_grad():
+            return agent.actor_mean(obs) + noise
+
+    def record(**latest: Tensor) -> None:
+        """Keep the latest losses for the log."""
+        losses.update({name: loss.detach() for name, loss in latest.items()})
+
+    def prepare() -> None:
+        """Turn the rollout into the batch to learn from: log-probabilities, values, advantages and returns."""
+        with torch.no_grad():
+            obs, actions, rewards, terminated, valid = buffer.split([obs_dim, action_dim, 1, 1, 1], dim=2)
+            mean, log_std, values = agent(obs)
+            log_prob = normal_log_prob(actions, mean, log_std)
+            valid = valid.squeeze(2)
+            advantages = gae(rewards[:-1].squeeze(2), values, terminated[:-1].squeeze(2), valid, gamma, gae_lambda)
+            returns = advantages + values[:-1]
+            columns = [log_prob[:-1], advantages, returns, values[:-1], valid[:-1]]
+            rows = torch.cat([obs[:-1], actions[:-1], torch.stack(columns, dim=2)], dim=2)
+            batch.copy_(rows.view(batch_size, -1))
+
+            record(explained_variance=explained_variance(values[:-1], returns, valid[:-1]))
+
+    def objective(agent: Callable, indices: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss on the rows `indices` of the batch, (minibatch_size,), and what is logged of it."""
+        rows = batch.index_select(0, indices)
+        obs, actions, columns = rows.split([obs_dim, action_dim, 5], dim=1)
+        old_log_prob, advantages, returns, old_values, valid = columns.unbind(1)
+        if norm_adv:
+            advantages = normalise(advantages, valid)
+
+        mean, log_std, values = agent(obs)
+        log_ratio = normal_log_prob(actions, mean, log_std) - old_log_prob
+        pg_loss = policy_loss(log_ratio, advantages, valid, clip_coef)
+        v_loss = value_loss(values, old_values, returns, valid, clip_coef if clip_vloss else None)
+        entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+        loss = pg_loss - ent_coef * entropy + vf_coef * v_loss
+        metrics = kl_metrics(log_ratio.detach(), valid, clip_coef)
+        return loss, {"policy_loss": pg_loss, "value_loss": v_loss, "entropy": entropy, **metrics}
+
+    def update(indices: Tensor) -> None:
+        """One gradient step on the rows `indices` of the batch, (minibatch_size,)."""
+        loss, latest = objective(agent, indices)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(agent.parameters(), max_grad_norm)
+        optimizer.step()
+        record(**latest)
+
+    writer = make_writer(args, run_name)
+    env_seeds = np.random.SeedSequence(args.seed).generate_state(num_envs).tolist()
+    next_obs = envs.reset(seed=env_seeds)[0].reshape(num_envs, obs_dim)
+    obs_moments.update(next_obs)
+    rollout_obs[-1] = ((next_obs - obs_moments.mean) / obs_moments.std()).clip(-10, 10)
+    rollout_valid[-1] = 1
+    valid, discounted_return = np.ones(num_envs, dtype=bool), np.zeros(num_envs)
+    rollout_returns = np.zeros((num_steps, num_envs))
+    episode_return, episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
+    episodes: list[tuple[int, float, int]] = []
+    global_step, updates, logged_episodes, exit_status = 0, 0, 0, 0
+    sps, startup_seconds = None, None
+
+    bar = tqdm(total=args.total_timesteps, unit="step", dynamic_ncols=True)
+    try:
+        startup_seconds = time.perf_counter() - start_time
+        sps_time = time.perf_counter()
+        while global_step + batch_size <= args.total_timesteps:
+            learning_rate = args.learning_rate * (1 - global_step / args.total_timesteps if args.anneal_lr else 1)
+            optimizer.param_groups[0]["lr"] = learning_rate
+            rollout[0] = rollout[-1]
+            with torch.no_grad():
+                noise = torch.randn(num_steps, num_envs, action_dim, device=act_device)
+                noise *= agent.actor_logstd.exp().to(act_device)
+            if act_on_cpu:
+                noise = noise.numpy()
+                weights = [parameter.detach().cpu().numpy() for parameter in agent.actor_mean.parameters()]
+
+            for step in range(num_steps):
+                if act_on_cpu:
+                    actions = numpy_policy(weights, rollout_obs[step]) + noise[step]
+                else:
+                    obs = rollout[step, :, :obs_dim].to(device, non_blocking=True)
+                    actions = act(obs, noise[step]).cpu().numpy()  # sync: the environments need the actions
+                clipped = actions.clip(action_low, action_high).reshape(envs.action_space.shape)
+                next_obs, rewards, terminated, truncated, _ = envs.step(clipped)
+
+                rollout_actions[step], rollout_rewards[step], rollout_terminated[step] = actions, rewards, terminated
+                global_step += int(valid.sum())
+                episode_return += rewards
+                episode_length += valid
+                discounted_return = rewards + gamma * discounted_return * valid
+                rollout_returns[step] = discounted_return
+                done = terminated | truncated
+                if done.any():
+                    episodes += [(global_step, float(episode_return[i]), int(episode_length[i])) for i in np.flatnonzero(done)]
+                    episode_return[done], episode_length[done] = 0, 0
+                # The next step of an environment that is done resets it and ignores the action.
+                valid = ~done
+                rollout_valid[step + 1] = valid
+                next_obs = next_obs.reshape(num_envs, obs_dim)
+                obs_moments.update(next_obs[valid])
+                rollout_obs[step + 1] = ((next_obs - obs_moments.mean) / obs_moments.std()).clip(-10, 10)
+
+            return_moments.update(rollout_returns[rollout_valid[:-1] > 0][:, None])
+            rollout_rewards[:-1] = (rollout_rewards[:-1] / return_moments.std()).clip(-10, 10)
+            buffer.copy_(rollout)
+            prepare()
+            for _ in range(args.update_epochs):
+                for indices in torch.randperm(batch_size, device=device).split(minibatch_size):
+                    update(indices)
+                    updates += 1
+                if args.target_kl is not None and losses["approx_kl"] > args.target_kl:  # sync, once an epoch
+                    break
+
+            for step, value, length in episodes[logged_episodes:]:
+                write_scalars(writer, {"charts/episodic_return": value, "charts/episodic_length": length}, step)
+            logged_episodes = len(episodes)
+            values = torch.stack(list(losses.values())).tolist()  # sync: one for all losses
+            scalars = {f"losses/{name}": value for name, value in zip(losses, values, strict=True)}
+            sps = global_step / (time.perf_counter() - sps_time)
+            write_scalars(writer, scalars | {"charts/SPS": sps, "charts/learning_rate": learning_rate}, global_step)
+            recent = f", return {np.mean([value for _, value, _ in episodes[-10:]]):.1f}" if episodes else ""
+            bar.set_postfix_str(f"SPS {sps:.0f}{recent}", refresh=False)
+            bar.update(global_step - bar.n)
+    except KeyboardInterrupt:
+        exit_status = 130
+    finally:
+        bar.close()
+
+    envs.close()
+    writer.close()
+    if args.track:
+        sys.modules["wandb"].finish()  # before the summary, which has to be the last line
+    measured = {"total_timesteps": global_step, "updates": updates, "sps": sps}
+    measured |= {"compile": False, "cudagraphs": False}
+    measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}
+    print(run_summary(args, device, [value for _, value, _ in episodes], **measured))
+    if exit_status:
+        sys.exit(exit_status)
