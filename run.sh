@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The one door to LeanRL.
 #
-#   ./run.sh                      a two-minute tour: every script, eager and compiled, and a table of their speed
+#   ./run.sh                      a tour of a few minutes: every script, eager and compiled, and a table of their speed
 #   ./run.sh train NAME [ARGS]    train, e.g. ./run.sh train sac_continuous_action_torchcompile --compile
 #   ./run.sh test [ARGS]          run the tests; ARGS go to pytest
 #   ./run.sh peers [ARGS]         the benchmark beside Stable-Baselines3 and SBX; ARGS go to benchmark/sweep.py
@@ -48,7 +48,7 @@ command=${1:-tour}
 [ $# -gt 0 ] && shift
 case $command in
   tour)
-    main benchmark/sweep.py --modes eager compile --total-timesteps 3000 "$@"
+    main benchmark/sweep.py "$@"
     ;;
   train)
     name=${1:-}

@@ -1,6 +1,6 @@
 """Run the scripts of leanrl/ side by side, each run a process of its own, and print a table of their speed.
 
-    python benchmark/sweep.py --modes eager compile --total-timesteps 3000
+    python benchmark/sweep.py --modes eager compile
     python benchmark/sweep.py --modes eager compile --rounds 3 --output benchmark/results/cpu.jsonl
 
 Runs that are compared are interleaved: every script in every mode once, then all of it again. With --peers, the same tasks
@@ -30,22 +30,27 @@ MODES = {
     "both": ("_torchcompile", ("--compile", "--cudagraphs")),
 }
 PEERS = ("sb3", "sbx")
+# What a run consists of: agent steps and more options, for seconds to tens of seconds a run on two cores. The off-policy
+# scripts take random actions first, and SPS counts from the first step that learns.
+TASKS = {
+    "sac_continuous_action": (3000, ("--learning-starts=1000",)),
+    "td3_continuous_action": (3000, ("--learning-starts=1000",)),
+    "ppo_continuous_action": (20 * 2048, ()),
+    "ppo_atari_envpool": (8 * 1024, ()),
+}
+PEERLESS = {"ppo_atari_envpool"}
 
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = tuple(
-        sorted(path.stem for path in (ROOT / "leanrl").glob("*.py") if "_torchcompile" not in path.stem)
-    )
+    scripts: tuple[str, ...] = tuple(TASKS)
     """eager scripts to run; a mode other than eager runs the twin"""
     modes: tuple[Literal["eager", "twin", "compile", "cudagraphs", "both"], ...] = ("eager", "compile")
     """eager script, or twin: with no flag, --compile, --cudagraphs, both"""
     rounds: int = 1
     """how often everything is run; the first round compiles with an empty cache, the later ones find it filled"""
-    total_timesteps: int = 4000
-    """agent steps of a run"""
-    learning_starts: int = 1000
-    """random steps before the first gradient step; SPS counts from there"""
+    total_timesteps: int | None = None
+    """agent steps of a run, each script's own number by default"""
     seed: int = 1
     """the seed of every run"""
     peers: Path | None = None
@@ -57,14 +62,15 @@ class Args:
 def script_command(script: str, mode: str, args: Args) -> list[str]:
     """The command that runs `script` in `mode`."""
     suffix, flags = MODES[mode]
-    command = [sys.executable, str(ROOT / "leanrl" / f"{script}{suffix}.py"), *flags, f"--seed={args.seed}"]
-    return [*command, f"--total-timesteps={args.total_timesteps}", f"--learning-starts={args.learning_starts}"]
+    total_timesteps, options = TASKS[script]
+    command = [sys.executable, str(ROOT / "leanrl" / f"{script}{suffix}.py"), *flags, *options, f"--seed={args.seed}"]
+    return [*command, f"--total-timesteps={args.total_timesteps or total_timesteps}"]
 
 
 def peer_command(script: str, peer: str, args: Args) -> list[str]:
     """The command that runs the algorithm of `script` with the library `peer`."""
     command = [str(args.peers.absolute()), str(ROOT / "benchmark" / "peers.py"), peer, script, str(args.seed)]
-    return [*command, str(args.total_timesteps), str(args.learning_starts)]
+    return [*command, str(args.total_timesteps or TASKS[script][0])]
 
 
 def run(command: list[str], env: dict[str, str], cwd: str) -> dict | None:
@@ -88,7 +94,8 @@ def main() -> int:
         print(f"skipped, for want of a CUDA device: {', '.join(skipped)}", file=sys.stderr)
     jobs = [(script, mode, script_command(script, mode, args)) for script in args.scripts for mode in modes]
     if args.peers:
-        jobs += [(script, peer, peer_command(script, peer, args)) for script in args.scripts for peer in PEERS]
+        peered = [script for script in args.scripts if script not in PEERLESS]
+        jobs += [(script, peer, peer_command(script, peer, args)) for script in peered for peer in PEERS]
 
     results, failed = [], 0
     with tempfile.TemporaryDirectory() as scratch:

@@ -2,9 +2,9 @@
 
     python benchmark/tricks.py [benchmark/results/tricks.jsonl]
 
-Uses the sizes of SAC on HalfCheetah-v4 (17 observations, 6 actions, batches of 256, two critics of 256 and 256 units) on
-the CUDA device if there is one. The variants of a row are interleaved; a figure is the median of 15 rounds. A file named
-on the command line is written anew, one line a figure.
+Uses the sizes of the scripts on their default tasks, on the CUDA device if there is one. SAC: 17 observations, 6 actions,
+batches of 256, two critics of 256 and 256 units. PPO: 2048 steps, or minibatches of 256 times four frames. The variants of a
+row are interleaved; a figure is the median of 15 rounds. A file named on the command line is written anew, one line a figure.
 """
 
 import copy
@@ -17,7 +17,9 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from report import tricks_table
 from torch import Tensor, nn, optim
 from torch.func import functional_call, stack_module_state, vmap
@@ -179,6 +181,55 @@ def denormals() -> list[dict]:
     return compare("a step of Adam on dead weights", 50, **variants)
 
 
+def advantages() -> list[dict]:
+    deltas, discounts = torch.randn(2048, 1, device=DEVICE), torch.full((2048, 1), 0.94, device=DEVICE)
+
+    def doubling() -> Tensor:
+        sums, factors, shift = deltas, discounts, 1
+        while shift < len(deltas):
+            sums = sums + factors * F.pad(sums[shift:], (0, 0, 0, shift))
+            factors = factors * F.pad(factors[shift:], (0, 0, 0, shift))
+            shift *= 2
+        return sums
+
+    def loop() -> Tensor:
+        sums, following = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+        for step in range(len(deltas) - 1, -1, -1):
+            sums[step] = following = deltas[step] + discounts[step] * following
+        return sums
+
+    return compare("advantages of 2048 steps", 2, doubling=doubling, doubling_compiled=torch.compile(doubling), loop=loop)
+
+
+def acting() -> list[dict]:
+    obs = torch.randn(1, OBS)
+    actor = nn.Sequential(nn.Linear(OBS, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, ACTIONS))
+    w1, b1, w2, b2, w3, b3 = (parameter.detach().numpy() for parameter in actor.parameters())
+    host_obs, on_device = obs.numpy(), copy.deepcopy(actor).to(DEVICE)
+
+    def in_numpy() -> np.ndarray:
+        return np.tanh(np.tanh(host_obs @ w1.T + b1) @ w2.T + b2) @ w3.T + b3
+
+    def in_pytorch() -> np.ndarray:
+        with torch.no_grad():
+            return on_device(obs.to(DEVICE)).cpu().numpy()
+
+    compiled = torch.compile(in_pytorch)
+    return compare("PPO's action for one environment", 200, in_numpy=in_numpy, in_pytorch=in_pytorch, compiled=compiled)
+
+
+def convolutions() -> list[dict]:
+    frames = torch.randint(256, (BATCH, 84, 84, 4), dtype=torch.uint8, device=DEVICE)
+    variants = {}
+    for name in ("channels_last", "channels_first"):
+        layers = (nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU())
+        memory_format = torch.channels_last if name == "channels_last" else torch.contiguous_format
+        network = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 7 * 7, 512)).to(DEVICE, memory_format=memory_format)
+        x = frames.permute(0, 3, 1, 2).contiguous(memory_format=memory_format)
+        variants[name] = lambda network=network, x=x: network(x / 255.0).square().mean().backward()
+    return compare("a minibatch of frames, forward and backward", 2, **variants)
+
+
 def habits() -> list[dict]:
     critic = SingleCritic()
     x = torch.randn(BATCH, 256, device=DEVICE)
@@ -196,7 +247,8 @@ def habits() -> list[dict]:
 
 
 def main() -> None:
-    lines = [*denormals(), *critics(), *sampling(), *optimizers(), *gradients(), *targets(), *habits()]
+    off_policy = [*denormals(), *critics(), *sampling(), *optimizers(), *gradients(), *targets()]
+    lines = [*off_policy, *advantages(), *acting(), *convolutions(), *habits()]
     machine = {"device": DEVICE.type, "threads": torch.get_num_threads(), "torch": torch.__version__}
     lines = [line | machine for line in lines]
     print(tricks_table(lines))

@@ -38,7 +38,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
-from gymnasium.utils.save_video import save_video
 from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -405,6 +404,8 @@ if __name__ == "__main__":
     episodes: list[tuple[int, float, int]] = []
     frames: list[np.ndarray] = []
     videos = 0
+    if args.capture_video:
+        from gymnasium.utils.save_video import save_video
     global_step, updates, logged_episodes, exit_status = 0, 0, 0, 0
     sps, startup_seconds = None, None
 

@@ -40,7 +40,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
-from gymnasium.utils.save_video import save_video
 from tensordict import TensorDict
 from tensordict.nn import CudaGraphModule
 from torch import Tensor, nn
@@ -450,6 +449,8 @@ if __name__ == "__main__":
     episodes: list[tuple[int, float, int]] = []
     frames: list[np.ndarray] = []
     videos = 0
+    if args.capture_video:
+        from gymnasium.utils.save_video import save_video
     global_step, updates, logged_episodes, exit_status = 0, 0, 0, 0
     sps, startup_seconds = None, None
 
