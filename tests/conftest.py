@@ -1,4 +1,4 @@
-"""What the tests share: the names of the scripts, and ways to load one, to run one here and to run one as a command."""
+"""What the tests share: the names of the scripts, ways to load and to run one, and the recursion for advantages."""
 
 import os
 import runpy
@@ -10,7 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
+import numpy as np
 import torch
+from envs import ScriptedGames
 
 # Two threads that meet after each tiny operation are fifty times slower where another process keeps the cores busy.
 torch.set_num_threads(1)
@@ -28,9 +30,16 @@ def load(name: str) -> dict:
     return runpy.run_path(str(LEANRL / f"{name}.py"), run_name="script")
 
 
-def having(function: str) -> list[str]:
-    """The eager scripts that define a function, each with its twin, which has to define it as well."""
-    return [name for pair in zip(SCRIPTS, TWINS, strict=True) if function in load(pair[0]) for name in pair]
+def having(*functions: str) -> list[str]:
+    """The eager scripts that define all of these functions, each with its twin, which has to define them as well."""
+    return [name for pair in zip(SCRIPTS, TWINS, strict=True) if load(pair[0]).keys() >= {*functions} for name in pair]
+
+
+OFF_POLICY, ON_POLICY = having("sample_batch"), having("gae")
+# Arguments for a run of some 300 steps that performs updates.
+SHORT = dict.fromkeys(OFF_POLICY, ("--learning-starts", "100", "--total-timesteps", "300"))
+ROLLOUTS = ("--num-envs", "2", "--num-steps", "50", "--num-minibatches", "5", "--update-epochs", "2")
+SHORT |= dict.fromkeys(ON_POLICY, (*ROLLOUTS, "--total-timesteps", "300"))
 
 
 def run(name: str, *args, cuda: bool = False) -> dict:
@@ -42,6 +51,13 @@ def run(name: str, *args, cuda: bool = False) -> dict:
     argv = [path, *map(str, args), "--cuda" if cuda else "--no-cuda"]
     with TemporaryDirectory() as directory, chdir(directory), patch.object(sys, "argv", argv):
         return runpy.run_path(path, run_name="__main__")
+
+
+def play(name: str, *args, cuda: bool = False) -> dict:
+    """Train like `run` in the scripted world of the script: envs.ScriptedGames in place of EnvPool, or else envs.Scripted."""
+    env_id = "Breakout-v5" if "atari" in name else "envs:Scripted-v0"
+    with patch("envpool.make", ScriptedGames):
+        return run(name, "--env-id", env_id, *args, cuda=cuda)
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -61,11 +77,11 @@ def cli(name: str, *args, env: dict[str, str] | None = None, **options) -> subpr
 
 
 def numbers(globals_: dict) -> dict[str, torch.Tensor]:
-    """What a run computed: its replay buffer, latest losses and parameters by name, as detached tensors."""
+    """What a run computed: its buffers, latest losses and parameters by name, as detached tensors."""
     modules = {name: value for name, value in globals_.items() if isinstance(value, torch.nn.Module)}
     found = {f"{name}.{key}": value for name, module in modules.items() for key, value in module.state_dict().items()}
     found |= {f"losses.{name}": value for name, value in globals_["losses"].items()}
-    found |= {name: globals_[name].detach() for name in ("buffer", "log_alpha") if name in globals_}
+    found |= {name: globals_[name].detach() for name in ("buffer", "batch", "log_alpha") if name in globals_}
     return found
 
 
@@ -76,3 +92,20 @@ def assert_same_numbers(first: dict, second: dict, rtol: float = 1e-3, atol: flo
         (step, length) for step, _, length in second["episodes"]
     ]
     torch.testing.assert_close(numbers(second), numbers(first), rtol=rtol, atol=atol)
+
+
+def plain_gae(rewards, values, terminated, valid, gamma: float, gae_lambda: float) -> np.ndarray:
+    """Advantages (T, n) from nested sequences like the arguments of `gae`, by recursion over the valid rows of an episode."""
+    steps, num_envs = np.shape(rewards)
+    advantages = np.zeros((steps, num_envs))
+    for env in range(num_envs):
+        following = 0.0
+        for step in reversed(range(steps)):
+            if not valid[step][env]:
+                following = 0.0  # the next row in this order ends the episode before
+                continue
+            bootstrap = 0.0 if terminated[step][env] else float(values[step + 1][env])
+            delta = float(rewards[step][env]) + gamma * bootstrap - float(values[step][env])
+            following = delta + gamma * gae_lambda * following
+            advantages[step, env] = following
+    return advantages

@@ -1,4 +1,9 @@
-"""Tiny environments of which everything is known, for `--env-id envs:Scripted-v0` and so on with tests/ on sys.path."""
+"""Tiny environments of which everything is known: for `--env-id envs:Scripted-v0` and so on with tests/ on sys.path, and in
+place of EnvPool's games."""
+
+from collections.abc import Iterator
+from itertools import count
+from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -59,6 +64,93 @@ class Scripted(gym.Env):
         self.step_index += 1
         last = self.step_index == length
         return observation(self.seeds[0], self.episode, self.step_index), earned, last and terminated, last and truncated, {}
+
+
+class Row(NamedTuple):
+    """A step of one environment under NEXT_STEP autoreset: an observation, and what comes of acting at it.
+
+    Where it is not valid, the step only goes on after an end, and the observation is the final one.
+    """
+
+    obs: np.ndarray
+    valid: bool = False
+    reward: float = 0.0  # what the learner gets
+    score: float = 0.0  # what counts in the return of the episode
+    terminated: bool = False
+    truncated: bool = False
+    over: bool = False  # the end of an episode
+
+
+def scripted_rows(seed: int) -> Iterator[Row]:
+    """Yield, for ever, what Scripted-v0 goes through."""
+    for episode in count():
+        length, terminated, truncated = episode_end(seed, episode)
+        for step in range(length):
+            last, earned = step == length - 1, reward(episode, step)
+            end = (last and terminated, last and truncated, last)
+            yield Row(observation(seed, episode, step), True, earned, earned, *end)
+        yield Row(observation(seed, episode, length))
+
+
+# The games of ScriptedGames, repeated for ever, as (steps of each life, whether the game is cut short at the end): lives of
+# one step, also in a row, and games cut in their first step, in consecutive games, and after a lost life.
+GAMES = [((3, 1, 2), False), ((1,), False), ((1, 1, 1), False), ((2, 3), True), ((1,), True), ((1,), True), ((5,), True)]
+SCORES = [0, 4, -1, 0, 7, 1]
+
+
+def frames(seed: int, game: int, step: int) -> np.ndarray:
+    """What is seen in a game; no two are alike, also across environments."""
+    return np.random.default_rng([seed, game, step]).integers(256, size=(4, 84, 84), dtype=np.uint8)
+
+
+def game_rows(seed: int) -> Iterator[Row]:
+    """Yield, for ever, what one of the ScriptedGames goes through; environments start at different places of the list."""
+    for game in count():
+        lives, cut = GAMES[(seed + game) % len(GAMES)]
+        step = count()
+        for life, length in enumerate(lives, start=1):
+            for left in reversed(range(length)):
+                index = next(step)
+                lost, over = left == 0, left == 0 and life == len(lives)
+                score, truncated = SCORES[(seed + game + index) % len(SCORES)], over and cut
+                end = (lost and not truncated, truncated, over)
+                yield Row(frames(seed, game, index), True, float(np.sign(score)), score, *end)
+            yield Row(frames(seed, game, next(step)))
+
+
+class ScriptedGames:
+    """In place of `envpool.make`: goes through GAMES whatever the actions are, which must be valid, and keeps the actions.
+
+    As with EnvPool, a lost life looks like an end, but for info["terminated"].
+    """
+
+    observation_space, action_space = Box(0, 255, (4, 84, 84), np.uint8), Discrete(3)
+
+    def __init__(self, task_id, *, env_type, num_envs, seed, episodic_life, reward_clip, **_):
+        assert (env_type, len(seed), episodic_life, reward_clip) == ("gymnasium", num_envs, True, True)
+        self.seeds: list[int] = seed
+        self.actions: list[np.ndarray] = []
+        self.steps = zip(*map(game_rows, seed), strict=True)
+
+    def _observe(self):
+        self.step_ahead = next(self.steps)
+        return np.stack([row.obs for row in self.step_ahead])
+
+    def reset(self):
+        return self._observe(), {}
+
+    def step(self, actions):
+        assert (actions.dtype, actions.shape) == (np.int32, (len(self.seeds),))
+        assert all(map(self.action_space.contains, actions)), actions
+        self.actions.append(actions.copy())
+        columns = dict(zip(Row._fields, map(np.array, zip(*self.step_ahead, strict=True)), strict=True))
+        game_over = (columns["over"] & ~columns["truncated"]).astype(np.int32)
+        info = {"reward": columns["score"].astype(np.float32), "terminated": game_over}
+        rewards = columns["reward"].astype(np.float32)
+        return self._observe(), rewards, columns["terminated"], columns["truncated"], info
+
+    def close(self):
+        pass
 
 
 class Probe(gym.Env):

@@ -3,19 +3,23 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from conftest import TWINS, having, load
+from conftest import TWINS, having, load, plain_gae
 from torch import nn
-from torch.distributions import AffineTransform, Normal, TanhTransform, TransformedDistribution
+from torch.distributions import AffineTransform, Categorical, Normal, TanhTransform, TransformedDistribution
 
 CPU = torch.device("cpu")
 SCALE, BIAS = torch.tensor([0.5, 3.0, 1.0]), torch.tensor([0.0, -1.0, 7.0])
 
 
-def each_script(function: str):
-    """Run a test with `function` of every script that has one."""
-    return pytest.mark.parametrize("script", [pytest.param(load(name), id=name) for name in having(function)])
+def each_script(*functions: str):
+    """Run a test with every script that has all of the functions, and with its twin."""
+    return pytest.mark.parametrize("script", [pytest.param(load(name), id=name) for name in having(*functions)])
+
+
+squashed = each_script("sample_actions", "alpha_loss")
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +122,7 @@ def test_first_value_is_that_of_the_first_critic(script):
     torch.testing.assert_close(script["first_value"](critic, obs, actions), critic(obs, actions)[0])
 
 
-@each_script("sample_actions")
+@squashed
 def test_log_std_stays_in_its_range(script):
     with torch.no_grad():
         log_std = script["Actor"](5, 2, CPU)(1e6 * torch.randn(100, 5))[1]
@@ -126,7 +130,7 @@ def test_log_std_stays_in_its_range(script):
 
 
 # ---- Actions ---------------------------------------------------------------------------------------------------------
-@each_script("sample_actions")
+@squashed
 def test_log_prob_is_that_of_a_squashed_gaussian(script):
     # In float64, for the reference gets u back from the action by atanh.
     mean, log_std, scale, bias = torch.randn(50, 3).double(), torch.randn(50, 3).double() - 1, SCALE.double(), BIAS.double()
@@ -135,7 +139,7 @@ def test_log_prob_is_that_of_a_squashed_gaussian(script):
     torch.testing.assert_close(log_prob, policy.log_prob(actions).sum(1), rtol=1e-6, atol=1e-6)
 
 
-@each_script("sample_actions")
+@squashed
 def test_sampled_actions_have_mean_and_deviation(script):
     mean, log_std = torch.tensor([-1.0, 0, 0.5]).expand(20_000, 3), torch.tensor([-2.0, -1, 0]).expand(20_000, 3)
     u = ((script["sample_actions"](mean, log_std, SCALE, BIAS)[0] - BIAS) / SCALE).atanh()
@@ -144,7 +148,7 @@ def test_sampled_actions_have_mean_and_deviation(script):
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
-@each_script("sample_actions")
+@squashed
 def test_saturated_actions_have_finite_log_prob(script, sign):
     mean = torch.full((8, 3), 50.0 * sign, requires_grad=True)
     log_std = torch.full((8, 3), -2.0, requires_grad=True)
@@ -210,19 +214,244 @@ def test_alpha_loss(script, batch):
     assert_is(actual, sum(-math.exp(-1.3) * (log_prob - 3) for (log_prob,) in rows(batch.log_prob)) / 7)
 
 
+# ---- Networks of PPO -------------------------------------------------------------------------------------------------
+def agent_of(script: dict) -> nn.Module:
+    """A new Agent of a PPO script, for five observations and three actions, or for Atari."""
+    sizes = (5, 3) if "numpy_policy" in script else (3,)
+    return script["Agent"](*sizes, CPU)
+
+
+@each_script("layer_init")
+def test_agent_starts_orthogonal(script):
+    agent = agent_of(script)
+    gains = [2**0.5, 2**0.5, 1.0, 2**0.5, 2**0.5, 0.01] if "numpy_policy" in script else [2**0.5] * 4 + [0.01, 1.0]
+    layers = [layer for layer in agent.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
+    for layer, gain in zip(layers, gains, strict=True):
+        singular_values = torch.linalg.svdvals(layer.weight.flatten(1))
+        torch.testing.assert_close(singular_values, torch.full_like(singular_values, gain), rtol=1e-3, atol=0)
+        assert not layer.bias.any()
+
+
+@each_script("numpy_policy")
+def test_numpy_policy_is_the_actor(script):
+    actor = agent_of(script).actor_mean
+    # Biases that matter, and outputs of some size.
+    nn.init.normal_(actor[4].weight)
+    for layer in actor[::2]:
+        nn.init.normal_(layer.bias)
+    obs = torch.randn(7, 5)
+    actions = script["numpy_policy"]([parameter.detach().numpy() for parameter in actor.parameters()], obs.numpy())
+    torch.testing.assert_close(torch.from_numpy(actions), actor(obs).detach())
+
+
+@each_script("categorical_log_prob")
+def test_agent_sees_frames_between_0_and_1(script):
+    agent = agent_of(script)
+    obs = torch.randint(256, (2, 84, 84, 4), dtype=torch.uint8)
+    hidden = agent.network(obs.movedim(-1, 1).contiguous().double().div(255).float())
+    torch.testing.assert_close(agent(obs), (agent.actor(hidden), agent.critic(hidden)[:, 0]))
+
+
+@each_script("sample_actions", "categorical_log_prob")
+def test_actions_have_the_frequencies_of_the_softmax(script):
+    logits, draws = torch.tensor([0.0, 1, -2, 0.5]), 40_000
+    actions = script["sample_actions"](logits.expand(draws, 4))
+    assert actions.shape == (draws,)
+    expected = logits.softmax(0)
+    # Four standard deviations.
+    assert ((actions.bincount(minlength=4) / draws - expected).abs() < 4 * (expected * (1 - expected) / draws).sqrt()).all()
+
+
+# ---- Moments ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("offset", [0, 1e6])
+@each_script("RunningMoments")
+def test_running_moments_are_those_of_all_rows(script, offset):
+    batches = [offset + np.random.default_rng(size).normal(size, 1 + size, (size, 2)) for size in (1, 0, 3, 50, 1, 0, 200)]
+    moments = script["RunningMoments"](2)
+    assert np.isfinite(moments.std()).all()
+    for index, batch in enumerate(batches):
+        moments.update(batch)
+        seen = np.concatenate(batches[: index + 1])
+        assert moments.count == len(seen)
+        np.testing.assert_allclose(moments.mean, seen.mean(axis=0), rtol=1e-12)
+        np.testing.assert_allclose(moments.std(), np.sqrt(seen.var(axis=0) + 1e-8), rtol=1e-8)
+
+
+# ---- Advantages ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 64, 100, 2048])
+@each_script("discounted_sums")
+def test_discounted_sums(script, steps):
+    x, discounts = torch.randn(steps, 3).double(), (1.1 * torch.rand(steps, 3).double() - 0.1).clamp(min=0)
+    expected, following = torch.zeros_like(x), torch.zeros(3).double()
+    for step in reversed(range(steps)):
+        following = expected[step] = x[step] + discounts[step] * following
+    torch.testing.assert_close(script["discounted_sums"](x, discounts), expected)
+
+
+@pytest.fixture
+def rollout(steps) -> dict[str, torch.Tensor]:
+    """Arguments of `gae`: three environments with ends of both kinds, each followed by a row that is not valid."""
+    valid, terminated = torch.ones(steps + 1, 3).double(), torch.zeros(steps, 3).double()
+    valid[0, 0] = 0
+    for step in range(steps):
+        ends = valid[step] * (torch.rand(3) < 0.3)
+        valid[step + 1] = 1 - ends
+        terminated[step] = ends * (torch.rand(3) < 0.5)
+    rewards, values = torch.randn(steps, 3).double(), torch.randn(steps + 1, 3).double()
+    return {"rewards": rewards, "values": values, "terminated": terminated, "valid": valid}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 128, 300])
+@each_script("gae")
+def test_gae(script, rollout):
+    actual = script["gae"](**rollout, gamma=0.9, gae_lambda=0.8)
+    torch.testing.assert_close(actual, torch.from_numpy(plain_gae(**rollout, gamma=0.9, gae_lambda=0.8)))
+
+
+@pytest.mark.parametrize("steps", [300])
+@each_script("gae")
+def test_gae_takes_no_more_from_masked_rows_than_the_bootstrap(script, rollout):
+    before = script["gae"](**rollout, gamma=0.9, gae_lambda=0.8)
+    masked = rollout["valid"] == 0
+    rollout["rewards"][masked[:-1]] = 1e6
+    rollout["terminated"][masked[:-1]] = 1
+    # Not after a truncation: there the value is the bootstrap.
+    after_termination = masked[1:] & (rollout["terminated"] == 1) & ~masked[:-1]
+    assert after_termination.any()
+    rollout["values"][1:][after_termination] = 1e6
+    torch.testing.assert_close(script["gae"](**rollout, gamma=0.9, gae_lambda=0.8), before, rtol=0, atol=0)
+
+
+# ---- Log-probabilities of PPO ----------------------------------------------------------------------------------------
+@each_script("normal_log_prob")
+def test_normal_log_prob(script):
+    actions, mean, log_std = torch.randn(9, 3), torch.randn(9, 3), torch.randn(1, 3)
+    expected = Normal(mean, log_std.exp().expand(9, 3)).log_prob(actions).sum(1)
+    torch.testing.assert_close(script["normal_log_prob"](actions, mean, log_std), expected)
+
+
+@each_script("categorical_log_prob")
+def test_categorical_log_prob(script):
+    logits, actions = 3 * torch.randn(9, 4), torch.randint(4, (9,))
+    policy = Categorical(logits=logits)
+    expected = (policy.log_prob(actions), policy.entropy())
+    torch.testing.assert_close(script["categorical_log_prob"](actions, logits), expected)
+
+
+# ---- Losses of PPO ---------------------------------------------------------------------------------------------------
+VALID = torch.tensor([1.0, 0, 1, 1, 0, 1, 1])
+
+
+def mean_of(values) -> float:
+    """The mean of numbers."""
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def valid_rows(*columns: torch.Tensor) -> list[tuple[float, ...]]:
+    """The `rows` where VALID is 1."""
+    return rows(*(column[VALID == 1] for column in columns))
+
+
+@pytest.fixture
+def ppo() -> SimpleNamespace:
+    """Random arguments of the losses, some of them beyond the clip."""
+    log_ratio, advantages, values, old_values, returns = torch.randn(5, 7)
+    return SimpleNamespace(log_ratio=log_ratio, advantages=advantages, values=values, old_values=old_values, returns=returns)
+
+
+@each_script("masked_mean")
+def test_masked_mean(script, ppo):
+    assert_is(script["masked_mean"](ppo.values, VALID), mean_of(value for (value,) in valid_rows(ppo.values)))
+    assert_is(script["masked_mean"](ppo.values, torch.zeros(7)), 0.0)
+
+
+@each_script("normalise")
+def test_normalise(script, ppo):
+    valid = ppo.advantages[VALID == 1]
+    actual = script["normalise"](ppo.advantages, VALID)[VALID == 1]
+    torch.testing.assert_close(actual, (valid - valid.mean()) / (valid.std() + 1e-8))
+
+
+@pytest.mark.parametrize("count", [0, 1])
+@each_script("normalise")
+def test_normalising_next_to_nothing_is_finite(script, ppo, count):
+    valid = (torch.arange(7) < count).float()
+    actual = script["normalise"](ppo.advantages, valid)
+    assert actual.isfinite().all()
+    assert not (actual * valid).any()
+
+
+@each_script("policy_loss")
+def test_policy_loss(script, ppo):
+    actual = script["policy_loss"](ppo.log_ratio, ppo.advantages, VALID, 0.2)
+    gains = [
+        min(math.exp(log_ratio) * advantage, min(max(math.exp(log_ratio), 0.8), 1.2) * advantage)
+        for log_ratio, advantage in valid_rows(ppo.log_ratio, ppo.advantages)
+    ]
+    assert_is(actual, -mean_of(gains))
+
+
+@pytest.mark.parametrize("clip_coef", [None, 0.2])
+@each_script("value_loss")
+def test_value_loss(script, ppo, clip_coef):
+    actual = script["value_loss"](ppo.values, ppo.old_values, ppo.returns, VALID, clip_coef)
+    move = math.inf if clip_coef is None else clip_coef
+    errors = [
+        max((value - target) ** 2, (old + min(max(value - old, -move), move) - target) ** 2)
+        for value, old, target in valid_rows(ppo.values, ppo.old_values, ppo.returns)
+    ]
+    assert_is(actual, 0.5 * mean_of(errors))
+
+
+@each_script("kl_metrics")
+def test_kl_metrics(script, ppo):
+    log_ratios = [log_ratio for (log_ratio,) in valid_rows(ppo.log_ratio)]
+    expected = {
+        "old_approx_kl": mean_of(-log_ratio for log_ratio in log_ratios),
+        "approx_kl": mean_of(math.exp(log_ratio) - 1 - log_ratio for log_ratio in log_ratios),
+        "clipfrac": mean_of(float(not 0.5 <= math.exp(log_ratio) <= 1.5) for log_ratio in log_ratios),
+    }
+    assert 0 < expected["clipfrac"] < 1
+    actual = script["kl_metrics"](ppo.log_ratio, VALID, 0.5)
+    assert {name: value.item() for name, value in actual.items()} == pytest.approx(expected, rel=1e-5)
+
+
+@each_script("explained_variance")
+def test_explained_variance(script, ppo):
+    columns = valid_rows(ppo.values, ppo.returns)
+    expected = 1 - np.var([target - value for value, target in columns]) / np.var([target for _, target in columns])
+    actual = script["explained_variance"](ppo.values, ppo.returns, VALID)
+    assert actual.item() == pytest.approx(expected, rel=1e-5)
+    assert_is(script["explained_variance"](ppo.returns + 3, ppo.returns, VALID), 1.0)
+    assert script["explained_variance"](ppo.values, torch.ones(7), VALID).isfinite()
+
+
 # ---- Optimizer -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("lr", "eps"), [(0.01, 1e-8), (torch.tensor(0.01), 1e-5)])
 @pytest.mark.parametrize("name", TWINS)
-def test_adam_is_that_of_torch(name):
+def test_adam_is_that_of_torch(name, lr, eps):
     params = {"weight": torch.randn(4, 3), "bias": torch.randn(())}
     expected = {key: value.clone().requires_grad_() for key, value in params.items()}
-    optimizer = torch.optim.Adam(expected.values(), lr=0.01)
+    optimizer = torch.optim.Adam(expected.values(), lr=0.01, eps=eps)
     state = load(name)["adam_state"](params)
     for step in range(50):
         # Gradients from tiny to large, for the first steps' correction and the epsilon to matter.
         grads = {key: torch.randn_like(value) * 10.0 ** (step % 10 - 8) for key, value in params.items()}
-        load(name)["adam_step"](state, grads, 0.01)
+        load(name)["adam_step"](state, grads, lr, eps)
         for key, value in expected.items():
             value.grad = grads[key].clone()
         optimizer.step()
         for key, value in expected.items():
             torch.testing.assert_close(params[key], value.detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 100.0])
+@pytest.mark.parametrize("name", [name for name in TWINS if "clip_grads" in load(name)])
+def test_clip_grads_is_that_of_torch(name, max_norm):
+    grads = {"weight": torch.randn(4, 3), "bias": torch.randn(3), "none": torch.zeros(2)}
+    params = {key: torch.zeros_like(grad) for key, grad in grads.items()}
+    for key, param in params.items():
+        param.grad = grads[key].clone()
+    torch.nn.utils.clip_grad_norm_(params.values(), max_norm)
+    torch.testing.assert_close(load(name)["clip_grads"](grads, max_norm), {key: param.grad for key, param in params.items()})

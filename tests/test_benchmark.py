@@ -36,11 +36,11 @@ def test_speed_table_gives_median_range_and_ratios():
 def test_sweep_writes_one_line_a_run_and_tells_failures(tmp_path):
     command = [sys.executable, str(ROOT / "benchmark" / "sweep.py"), "--scripts", "td3_continuous_action", "--modes", "eager"]
     output = tmp_path / "results.jsonl"
-    options = ["--total-timesteps", "300", "--learning-starts", "100", "--rounds", "2", "--output", str(output)]
+    options = ["--total-timesteps", "1100", "--rounds", "2", "--output", str(output)]
     done = subprocess.run([*command, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [(line["mode"], line["round"], line["updates"]) for line in lines] == [("eager", 0, 199), ("eager", 1, 199)]
+    assert [(line["mode"], line["round"], line["updates"]) for line in lines] == [("eager", 0, 99), ("eager", 1, 99)]
     assert "| td3_continuous_action: LeanRL eager |" in done.stdout
 
     failed = subprocess.run([*command, "--total-timesteps", "10"], capture_output=True, text=True)

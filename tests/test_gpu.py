@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch._inductor.config
-from conftest import SCRIPTS, assert_same_numbers, run
+from conftest import OFF_POLICY, SCRIPTS, SHORT, assert_same_numbers, play, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -13,36 +13,76 @@ pytestmark = [
 ]
 
 MODES = [(), ("--compile",), ("--cudagraphs",), ("--compile", "--cudagraphs")]
-SHORT = ("--learning-starts", "200", "--total-timesteps", "300")
+# What a script computes on the device: PPO's policy acts there, too.
+ON_DEVICE = {"ppo_continuous_action": ("--act-device", "device")}
+REACHER = ("--env-id", "Reacher-v4")
+ROLLOUTS = ("--num-minibatches", 2, "--update-epochs", 2)
+# A dozen gradient steps or two, and how far parameters may be apart: a step of the learning rate, as in test_twins.py.
+COMPARED = {
+    **dict.fromkeys(OFF_POLICY, (run, (*REACHER, "--learning-starts", 64, "--total-timesteps", 85), 1e-3)),
+    "ppo_continuous_action": (run, (*REACHER, "--num-steps", 64, "--total-timesteps", 128, *ROLLOUTS), 3e-4),
+    "ppo_atari_envpool": (play, ("--num-steps", 16, "--num-envs", 2, "--total-timesteps", 64, *ROLLOUTS), 3e-4),
+}
 
 
 @pytest.mark.parametrize("flags", MODES, ids=lambda flags: "".join(flags) or "no flag")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_twin_on_cuda(script, flags):
-    twin = run(f"{script}_torchcompile", *SHORT, *flags, cuda=True)
+    twin = run(f"{script}_torchcompile", *SHORT[script], *ON_DEVICE.get(script, ()), *flags, cuda=True)
     assert twin["device"].type == "cuda"
     assert twin["cudagraphs"] == ("--cudagraphs" in flags)
-    assert twin["updates"] == 99
+    assert twin["updates"] >= 20
     assert all(torch.isfinite(loss).all() for loss in twin["losses"].values())
-    assert_noise_of_the_policy(twin)
-    assert_no_wait(twin, twin["kinds"])
+    assert_policy_is_random(twin)
+    assert_no_wait(twin)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_eager_on_cuda(script):
-    eager = run(script, *SHORT, cuda=True)
-    assert_noise_of_the_policy(eager)
-    assert_no_wait(eager, [(True, True)] if "target_network_frequency" in eager else [(True,)])
+    eager = run(script, *SHORT[script], *ON_DEVICE.get(script, ()), cuda=True)
+    assert_policy_is_random(eager)
+    assert_no_wait(eager)
 
 
 @pytest.mark.parametrize("flags", MODES[1:], ids="".join)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_twin_on_cuda_computes_what_the_eager_script_does(script, flags):
-    args = ("--env-id", "Reacher-v4", "--learning-starts", 64, "--total-timesteps", 85)
-    eager = run(script, *args, cuda=True)
+    train, args, atol = COMPARED[script]
+    args = (*args, *ON_DEVICE.get(script, ()))
+    eager = train(script, *args, cuda=True)
     with torch._inductor.config.patch(fallback_random=True):
-        twin = run(f"{script}_torchcompile", *args, *flags, cuda=True)
-    assert_same_numbers(eager, twin, atol=1e-3)  # a step of the learning rate, as in test_twins.py
+        twin = train(f"{script}_torchcompile", *args, *flags, cuda=True)
+    assert_same_numbers(eager, twin, atol=atol)
+
+
+def assert_policy_is_random(run: dict) -> None:
+    """What the policy draws has the distribution that it should have."""
+    if "rollout" not in run:
+        assert_noise_of_the_policy(run)
+    elif "rollout_actions" in run:
+        assert_noise_is_added(run)
+    else:
+        assert_frequencies_of_the_policy(run)
+
+
+def assert_noise_is_added(run: dict) -> None:
+    """PPO's actions are the mean and the noise that was passed, which a captured policy has to read anew at each call."""
+    obs = torch.randn(run["num_envs"], run["obs_dim"], device=run["device"])
+    for _ in range(100):
+        noise = torch.randn(run["num_envs"], run["action_dim"], device=run["device"])
+        with torch.no_grad():
+            expected = run["agent"].actor_mean(obs) + noise
+        torch.testing.assert_close(run["act"](obs, noise), expected, rtol=1e-4, atol=1e-4)
+
+
+def assert_frequencies_of_the_policy(run: dict) -> None:
+    """1000 draws of each environment have the frequencies of the softmax, within four standard deviations."""
+    obs = run["rollout_obs"][0]
+    draws = torch.stack([run["act"](obs)[:, 0].clone() for _ in range(1000)]).long()
+    with torch.no_grad():
+        expected = run["agent"](obs)[0].softmax(dim=1)
+    frequencies = torch.nn.functional.one_hot(draws, run["num_actions"]).double().mean(dim=0)
+    assert torch.all((frequencies - expected).abs() < 4 * (expected * (1 - expected) / 1000).sqrt()), frequencies
 
 
 def assert_noise_of_the_policy(run: dict) -> None:
@@ -64,12 +104,24 @@ def assert_noise_of_the_policy(run: dict) -> None:
     assert torch.all((ratio - 1).abs() < 4 / math.sqrt(2 * 1000)), ratio
 
 
-def assert_no_wait(run: dict, kinds: list[tuple[bool, ...]]) -> None:
-    """Gradient steps make no call that waits for the device."""
+def gradient_steps(run: dict) -> list[tuple]:
+    """The arguments of ten calls of `update`."""
+    if "rollout" in run:
+        return [(indices,) for indices in torch.arange(run["batch_size"], device=run["device"]).split(run["minibatch_size"])]
+    eager = [(True, True)] if "target_network_frequency" in run else [(True,)]
+    kinds = run.get("kinds", eager)
+    return [kinds[step % len(kinds)] for step in range(10)]
+
+
+def assert_no_wait(run: dict) -> None:
+    """Gradient steps make no call that waits for the device; nor does what prepares them."""
+    steps = gradient_steps(run)
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        for step in range(10):
-            run["update"](*kinds[step % len(kinds)])
+        if "prepare" in run:
+            run["prepare"]()
+        for step in steps:
+            run["update"](*step)
     finally:
         torch.cuda.set_sync_debug_mode("default")

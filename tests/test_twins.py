@@ -4,22 +4,33 @@ import ast
 import difflib
 import re
 import tomllib
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch._inductor.config
-from conftest import ROOT, SCRIPTS, assert_same_numbers, run
+from conftest import OFF_POLICY, ROOT, SCRIPTS, assert_same_numbers, play, run
 
 SECTIONS = ["Arguments", "Environment", "Networks", "Algorithm", "Logging"]
 FILES = [f"{script}{suffix}" for script in SCRIPTS for suffix in ("", "_torchcompile")]
 # What differs between algorithms by its nature; any other function or class of one name has one text.
-PER_ALGORITHM = {"Args", "check_args", "Actor", "act", "update"}
+PER_ALGORITHM = {"check_args", "Actor", "Agent", "sample_actions", "make_envs"}
 
 # Adam's first steps divide by gradients near zero, where rounding decides: a parameter may differ by one step of the learning
 # rate; it has made twenty.
 ONE_STEP = 1e-3
 # Reacher has no contacts, which blow rounding up, and cuts its first episodes before learning starts.
 TWENTY_UPDATES = ("--env-id", "Reacher-v4", "--learning-starts", 64, "--total-timesteps", 85)
+ONE_STEP_OF_PPO = 3e-4
+TWO_ROLLOUTS = ("--num-minibatches", 2, "--update-epochs", 2)
+# Both rollouts of each have a row that is not valid: Reacher cuts an episode after 50 steps.
+REACHER = ("--env-id", "Reacher-v4", "--num-steps", 64)
+PPO_CASES = {
+    "continuous-1": (run, "ppo_continuous_action", *REACHER, "--total-timesteps", 128),
+    "continuous-4": (run, "ppo_continuous_action", *REACHER, "--num-envs", 4, "--total-timesteps", 512),
+    "continuous-device": (run, "ppo_continuous_action", *REACHER, "--act-device", "device", "--total-timesteps", 128),
+    "atari-2": (play, "ppo_atari_envpool", "--num-steps", 16, "--num-envs", 2, "--total-timesteps", 64),
+}
 
 
 def text(name: str) -> str:
@@ -73,11 +84,16 @@ def test_twin_diff_is_short_and_every_hunk_is_tagged(script):
 
 
 def test_repeated_definitions_are_identical_to_the_letter():
-    seen: dict[str, tuple[str, str]] = {}
+    seen: dict[tuple[str, str | None], tuple[str, str]] = {}
     for name in FILES:
+        algorithm = name.removesuffix("_torchcompile")
+        # SAC and TD3 have the same environments.
+        own = {"make_envs": "off-policy" if name in OFF_POLICY else algorithm}
         for definition, source in definitions(name).items():
-            if definition not in PER_ALGORITHM:
-                first, expected = seen.setdefault(definition, (name, source))
+            # `Args` has another test: a twin has two flags more.
+            if definition != "Args":
+                scope = own.get(definition, algorithm) if definition in PER_ALGORITHM else None
+                first, expected = seen.setdefault((definition, scope), (name, source))
                 assert source == expected, f"{definition} differs between {first} and {name}"
 
 
@@ -86,34 +102,61 @@ def test_inline_metadata_equals_the_requirements(name):
     block = re.match(r"# /// script\n(.*?)# ///\n", text(name), flags=re.DOTALL)[1]
     inline = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))
     required: dict[str, str] = {}
-    for file in ("requirements.txt", "mujoco.txt"):
+    for file in ("requirements.txt", "atari.txt" if "atari" in name else "mujoco.txt"):
         lines = (ROOT / "requirements" / file).read_text().splitlines()
         # gymnasium[mujoco] takes the place of gymnasium.
         required |= {re.match(r"[\w-]+", line)[0]: line for line in lines if line and not line.startswith("#")}
     assert sorted(inline["dependencies"]) == sorted(required.values())
 
 
-@pytest.mark.parametrize("num_envs", [1, 4])
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_eager_twin_and_compiled_twin_compute_the_same(script, num_envs):
-    args = (*TWENTY_UPDATES, "--num-envs", num_envs)
-    eager = run(script, *args)
-    assert eager["updates"] == 20
-    assert_same_numbers(eager, run(f"{script}_torchcompile", *args), atol=ONE_STEP)
+def run_all(train: Callable[..., dict], script: str, *args, atol: float) -> tuple[dict, dict, int]:
+    """Run a script, its twin and its compiled twin, and check that they compute the same.
+
+    Returns the globals of the first and of the last, and how many graphs were compiled.
+    """
+    eager = train(script, *args)
+    assert_same_numbers(eager, train(f"{script}_torchcompile", *args), atol=atol)
     # Compiled code draws its own random numbers unless told to draw those of eager code.
     torch._dynamo.utils.counters.clear()
     with torch._inductor.config.patch(fallback_random=True):
-        compiled = run(f"{script}_torchcompile", *args, "--compile")
-    assert_same_numbers(eager, compiled, atol=ONE_STEP)
+        compiled = train(f"{script}_torchcompile", *args, "--compile")
+    assert_same_numbers(eager, compiled, atol=atol)
+    return eager, compiled, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
+
+@pytest.mark.parametrize("num_envs", [1, 4])
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name in OFF_POLICY])
+def test_eager_twin_and_compiled_twin_compute_the_same(script, num_envs):
+    eager, compiled, graphs = run_all(run, script, *TWENTY_UPDATES, "--num-envs", num_envs, atol=ONE_STEP)
+    assert eager["updates"] == 20
     kinds = compiled["kinds"]
     # The policy and each kind of gradient step, and nothing compiled again in the run or after it.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + len(kinds)
+    assert graphs == 1 + len(kinds)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step in range(20):
             compiled["size"].fill_(20 + step)
             compiled["act"](compiled["row"][:, : compiled["obs_dim"]])
             compiled["update"](*kinds[step % len(kinds)])
+
+
+@pytest.mark.parametrize("case", PPO_CASES)
+def test_eager_twin_and_compiled_twin_of_ppo_compute_the_same(case):
+    train, script, *args = PPO_CASES[case]
+    eager, compiled, graphs = run_all(train, script, *args, *TWO_ROLLOUTS, atol=ONE_STEP_OF_PPO)
+    assert eager["updates"] == 8
+    assert not eager["rollout_valid"][:-1].all()
+
+    # The policy, unless it is NumPy's, the preparation of the batch and the gradient step.
+    on_cpu = compiled.get("act_on_cpu", False)
+    assert graphs == (2 if on_cpu else 3)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step in range(10):
+            if script == "ppo_atari_envpool":
+                compiled["act"](compiled["rollout_obs"][step])
+            elif not on_cpu:
+                compiled["act"](compiled["rollout"][step, :, : compiled["obs_dim"]], compiled["noise"][step])
+            compiled["prepare"]()
+            compiled["update"](torch.randperm(compiled["batch_size"])[: compiled["minibatch_size"]])
 
 
 @pytest.mark.parametrize(("policy_frequency", "target_network_frequency"), [(1, 1), (3, 2)])

@@ -5,10 +5,10 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same_numbers, having, run
+from conftest import OFF_POLICY, assert_same_numbers, run
 from envs import episode_end, observation, reward
 
-pytestmark = pytest.mark.parametrize("name", having("sample_batch"))
+pytestmark = pytest.mark.parametrize("name", OFF_POLICY)
 both_counts_of_envs = pytest.mark.parametrize("num_envs", [1, 3])
 
 OBS_DIM, ACTION_DIM = 4, 2
