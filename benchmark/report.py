@@ -2,8 +2,8 @@
 
     python benchmark/report.py
 
-A table stands between `<!-- table: KIND FILE -->` and `<!-- end -->`; KIND is `speed`, `learning` or `tricks`, FILE a
-file in benchmark/results/. Nothing between the two is written by hand.
+A table stands between `<!-- table: KIND FILE -->` and `<!-- end -->`; KIND is `speed`, `learning`, `curve` or `tricks`, FILE
+a file in benchmark/results/. Nothing between the two is written by hand.
 """
 
 import json
@@ -51,7 +51,8 @@ def machine(results: list[dict]) -> str:
             versions.setdefault(package, set()).update([version] if version else [])
     packages = [f"{package} {'/'.join(sorted(found))}" for package, found in versions.items() if found]
     commits = sorted({line["git_commit"][:7] for line in results if line.get("git_commit")})
-    return f"{'; '.join(cpus + gpus)}; {', '.join(packages)}; commit {', '.join(commits)}"
+    made_with = [*cpus, *gpus, ", ".join(packages), *([f"commit {', '.join(commits)}"] if commits else [])]
+    return "; ".join(made_with)
 
 
 def speed_table(results: list[dict]) -> str:
@@ -87,6 +88,12 @@ def learning_table(results: list[dict]) -> str:
     return f"{markdown(header, rows)}\n\n{machine(results)}"
 
 
+def curve_table(results: list[dict]) -> str:
+    """A learning curve: the mean return of the episodes between one row's step and the one before."""
+    rows = [[f"{line['step']:,}", f"{line['episodic_return']:.1f}", str(line["episodes"])] for line in results]
+    return markdown(["agent steps", "mean return", "episodes"], rows)
+
+
 def tricks_table(results: list[dict]) -> str:
     """Microseconds a call of each variant, and the ratio to the first one of its title."""
     rows, first = [], {}
@@ -98,7 +105,7 @@ def tricks_table(results: list[dict]) -> str:
     return f"{markdown(['', 'microseconds a call', 'x first'], rows)}\n\n{made_with}"
 
 
-TABLES = {"speed": speed_table, "learning": learning_table, "tricks": tricks_table}
+TABLES = {"speed": speed_table, "learning": learning_table, "curve": curve_table, "tricks": tricks_table}
 
 
 def render(text: str) -> str:

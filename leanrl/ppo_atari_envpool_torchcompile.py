@@ -11,7 +11,8 @@ Paper: Schulman et al., "Proximal Policy Optimization Algorithms", arXiv:1707.06
        al., "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog Track (2022).
 Run:   python leanrl/ppo_atari_envpool_torchcompile.py --env-id Breakout-v5 --compile --cudagraphs
 Twin:  leanrl/ppo_atari_envpool.py, the eager script, which lists the deviations from the paper. Without the two
-       flags this file computes the same numbers, with them the same up to the rounding of float32.
+       flags this file computes the same numbers, with them the same up to the rounding of float32 and the
+       random numbers that compiled code draws.
 
 Every place that differs from the eager script opens with `# [fast k]`; docs/tricks.md has a chapter on each k.
 """
@@ -58,7 +59,7 @@ class Args:
     cuda: bool = True
     """use a CUDA device if there is one"""
     tf32: bool = False
-    """let float32 matrix products on CUDA use TF32 (faster, about three decimal digits)"""
+    """let float32 matrix products and convolutions on CUDA use TF32 (faster, about three decimal digits)"""
     track: bool = False
     """also send the logs to Weights & Biases"""
     wandb_project_name: str = "leanrl"
@@ -146,7 +147,7 @@ def make_envs(args: Args, run_name: str) -> gym.Env:
     """
     if envpool.registration.registry.specs.get(args.env_id, ("",))[0] != "envpool.atari":
         refuse(f"--env-id takes an Atari game of EnvPool, such as Breakout-v5, got {args.env_id}")
-    # EnvPool would give environment i the seed plus i: runs with seeds 1 and 2 would share all but one.
+    # EnvPool would give environment i the seed plus i: runs with seeds 1 and 2 would share all but one. It takes 31 bits.
     seeds = (np.random.SeedSequence(args.seed).generate_state(args.num_envs) >> 1).tolist()
     options = {"seed": seeds, "num_threads": args.env_threads, "render_mode": "rgb_array" if args.capture_video else None}
     learner_options = {"episodic_life": True, "reward_clip": True}
@@ -210,8 +211,8 @@ def gae(rewards: Tensor, values: Tensor, terminated: Tensor, valid: Tensor, gamm
     """Generalised advantage estimates, (T, n) (Schulman et al., arXiv:1506.02438, equation 16); 0 where a row is not valid.
 
     rewards, terminated: (T, n). values, valid: (T + 1, n), with the observation after the last step. A row is not valid
-    where its step only reset the environment: the recursion stops on both sides of it. It holds the final observation of the
-    episode before, whose value a truncated episode bootstraps from.
+    where its step only reset the environment, or went on after a lost life: the recursion stops on both sides of it. Such a
+    row's observation is the final one of the episode before, and a truncated episode bootstraps from its value.
     """
     deltas = rewards + gamma * (1 - terminated) * values[1:] - values[:-1]
     return discounted_sums(valid[:-1] * deltas, gamma * gae_lambda * valid[:-1] * valid[1:])
@@ -251,8 +252,11 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, valid: Tenso
 
 
 def kl_metrics(log_ratio: Tensor, valid: Tensor, clip_coef: float) -> dict[str, Tensor]:
-    """Two estimates of the KL divergence in nats (k1 and k3 of Schulman, "Approximating KL Divergence", 2020) and the
-    fraction of ratios beyond the clip, 0-dim each, from (batch,)."""
+    """How far the policy has moved since the rollout, 0-dim each, from (batch,).
+
+    Two estimates of the KL divergence in nats (k1 and k3 of Schulman, "Approximating KL Divergence", 2020), and the
+    fraction of ratios beyond the clip.
+    """
     ratio = log_ratio.exp()
     return {
         "old_approx_kl": masked_mean(-log_ratio, valid),
@@ -356,8 +360,9 @@ if __name__ == "__main__":
     if args.cuda and not torch.cuda.is_available():
         print("CUDA is not available: running on the CPU", file=sys.stderr)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    torch.set_flush_denormal(True)
+    torch.set_flush_denormal(True)  # Adam's moments of weights without gradient become denormal, which a CPU is slow at
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = args.tf32  # on by default, for convolutions
     torch.manual_seed(args.seed)
 
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
@@ -370,8 +375,8 @@ if __name__ == "__main__":
     # convolutions take 0.65 times as long on the CPU, and gathering a minibatch keeps the order.
     rollout_obs = torch.zeros(num_steps + 1, num_envs, 84, 84, 4, dtype=torch.uint8, device=device)
     rollout = torch.zeros(num_steps + 1, num_envs, 6)
-    columns = [rollout.numpy()[:, :, column] for column in range(3, 6)]
-    rollout_rewards, rollout_terminated, rollout_valid = columns
+    # The columns are action, log-probability, value, reward, terminated and valid.
+    rollout_rewards, rollout_terminated, rollout_valid = (rollout.numpy()[:, :, column] for column in (3, 4, 5))
     buffer = torch.zeros_like(rollout, device=device)
     batch = torch.zeros(batch_size, 6, device=device)
 
@@ -413,14 +418,14 @@ if __name__ == "__main__":
 
             record(explained_variance=explained_variance(values[:-1], returns, valid[:-1]))
 
-    def objective(agent: Callable, indices: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def objective(network: Callable, indices: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss on the rows `indices` of the batch, (minibatch_size,), and what is logged of it."""
         obs = rollout_obs.view(-1, 84, 84, 4).index_select(0, indices)
         actions, old_log_prob, advantages, returns, old_values, valid = batch.index_select(0, indices).unbind(1)
         if norm_adv:
             advantages = normalise(advantages, valid)
 
-        logits, values = agent(obs)
+        logits, values = network(obs)
         log_prob, entropies = categorical_log_prob(actions.long(), logits)
         log_ratio = log_prob - old_log_prob
         pg_loss = policy_loss(log_ratio, advantages, valid, clip_coef)
@@ -448,9 +453,9 @@ if __name__ == "__main__":
     episode_return, episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
     episodes: list[tuple[int, float, int]] = []
     frames: list[np.ndarray] = []
-    videos = 0
+    games = 0
     if args.capture_video:
-        from gymnasium.utils.save_video import save_video
+        from gymnasium.utils.save_video import capped_cubic_video_schedule, save_video
     global_step, updates, logged_episodes, exit_status = 0, 0, 0, 0
     sps, startup_seconds = None, None
 
@@ -477,6 +482,8 @@ if __name__ == "__main__":
                     update(torch.arange(minibatch_size, device=device))
             agent_state.update_(saved)
 
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # sync, once: SPS counts from here
         startup_seconds = time.perf_counter() - start_time
         sps_time = time.perf_counter()
         while global_step + batch_size <= args.total_timesteps:
@@ -488,7 +495,7 @@ if __name__ == "__main__":
             for step in range(num_steps):
                 rollout[step, :, :3] = act(rollout_obs[step])  # sync: the games need the actions
                 next_obs, rewards, terminated, truncated, infos = envs.step(rollout[step, :, 0].int().numpy())
-                rollout_obs[step + 1].copy_(torch.from_numpy(next_obs).permute(0, 2, 3, 1), non_blocking=True)
+                rollout_obs[step + 1].copy_(torch.from_numpy(next_obs).to(device, non_blocking=True).permute(0, 2, 3, 1))
 
                 rollout_rewards[step], rollout_terminated[step] = rewards, terminated
                 global_step += int(valid.sum())
@@ -502,10 +509,11 @@ if __name__ == "__main__":
                 valid = ~(terminated | truncated)
                 rollout_valid[step + 1] = valid
                 if args.capture_video:
-                    frames.append(envs.render(env_ids=[0])[0])
+                    if capped_cubic_video_schedule(games):
+                        frames.append(envs.render(env_ids=[0])[0])
                     if over[0]:
-                        save_video(frames, f"runs/{run_name}/videos", fps=15, episode_index=videos)
-                        frames, videos = [], videos + 1
+                        save_video(frames, f"runs/{run_name}/videos", fps=15, episode_index=games)
+                        frames, games = [], games + 1
 
             buffer.copy_(rollout)
             prepare()

@@ -10,7 +10,8 @@
 Paper: Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", arXiv:1812.05905 (2018).
 Run:   python leanrl/sac_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --compile --cudagraphs
 Twin:  leanrl/sac_continuous_action.py, the eager script, which lists the deviations from the paper. Without the two
-       flags this file computes the same numbers, with them the same up to the rounding of float32.
+       flags this file computes the same numbers, with them the same up to the rounding of float32 and the
+       random numbers that compiled code draws.
 
 Every place that differs from the eager script opens with `# [fast k]`; docs/tricks.md has a chapter on each k.
 """

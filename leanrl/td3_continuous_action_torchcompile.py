@@ -10,7 +10,8 @@
 Paper: Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic Methods", arXiv:1802.09477 (2018).
 Run:   python leanrl/td3_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --compile --cudagraphs
 Twin:  leanrl/td3_continuous_action.py, the eager script, which lists the deviations from the paper. Without the two
-       flags this file computes the same numbers, with them the same up to the rounding of float32.
+       flags this file computes the same numbers, with them the same up to the rounding of float32 and the
+       random numbers that compiled code draws.
 
 Every place that differs from the eager script opens with `# [fast k]`; docs/tricks.md has a chapter on each k.
 """

@@ -263,18 +263,23 @@ def test_actions_have_the_frequencies_of_the_softmax(script):
 
 
 # ---- Moments ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("offset", [0, 1e6])
 @each_script("RunningMoments")
-def test_running_moments_are_those_of_all_rows(script, offset):
-    batches = [offset + np.random.default_rng(size).normal(size, 1 + size, (size, 2)) for size in (1, 0, 3, 50, 1, 0, 200)]
+def test_running_moments_are_those_of_all_rows(script, offset, dtype):
+    normal = np.random.default_rng(0).normal
+    batches = [(offset + normal(size, 1 + size, (size, 2))).astype(dtype) for size in (1, 0, 3, 50, 1, 0, 200)]
     moments = script["RunningMoments"](2)
     assert np.isfinite(moments.std()).all()
     for index, batch in enumerate(batches):
         moments.update(batch)
-        seen = np.concatenate(batches[: index + 1])
+        seen = np.concatenate(batches[: index + 1]).astype(np.float64)
+        mean, std = seen.mean(axis=0), np.sqrt(seen.var(axis=0) + 1e-8)
         assert moments.count == len(seen)
-        np.testing.assert_allclose(moments.mean, seen.mean(axis=0), rtol=1e-12)
-        np.testing.assert_allclose(moments.std(), np.sqrt(seen.var(axis=0) + 1e-8), rtol=1e-8)
+        np.testing.assert_allclose(moments.mean, mean, rtol=1e-12)
+        np.testing.assert_allclose(moments.std(), std, rtol=1e-8)
+    rows = mean + std * np.array([[-20, 3], [0.5, 11]])
+    np.testing.assert_allclose(moments.standardise(rows), [[-10, 3], [0.5, 10]], rtol=1e-6)
 
 
 # ---- Advantages ------------------------------------------------------------------------------------------------------

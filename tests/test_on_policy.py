@@ -1,5 +1,6 @@
 """Whole runs of the PPO scripts under NEXT_STEP autoreset, on environments of which everything is known, and on Breakout."""
 
+from collections.abc import Callable
 from functools import cache
 from itertools import islice, pairwise
 from unittest.mock import patch
@@ -10,7 +11,7 @@ import pytest
 import torch
 from conftest import ON_POLICY, assert_same_numbers, having, plain_gae, play, run
 from envs import Row, game_rows, scripted_rows
-from torch.distributions import Categorical, Normal
+from torch.distributions import Categorical, Distribution, Normal
 from torch.utils.tensorboard import SummaryWriter
 
 each_script = pytest.mark.parametrize("name", ON_POLICY)
@@ -97,14 +98,24 @@ def rewards_of(result: dict) -> np.ndarray:
     return np.clip(rewards / np.sqrt(np.var(discounted_returns(steps)) + 1e-8), -10, 10)
 
 
-def of_agent(result: dict) -> tuple[torch.distributions.Distribution, torch.Tensor]:
-    """The policy and the values, (num_steps + 1, num_envs), at what is seen in the last rollout and after it."""
-    obs = seen(result)
+def actions_of(result: dict) -> torch.Tensor:
+    """The actions of the last rollout and a row more, (num_steps + 1, num_envs, ...)."""
+    return torch.from_numpy(result["rollout_actions"]) if "rollout_actions" in result else result["rollout"][:, :, 0]
+
+
+def policy_and_values(agent: Callable, obs: torch.Tensor) -> tuple[Distribution, torch.Tensor]:
+    """What an agent gives for observations (batch, ...)."""
+    outputs, *log_std, values = agent(obs)
+    return Normal(outputs, log_std[0].exp()) if log_std else Categorical(logits=outputs), values
+
+
+def of_agent(result: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the actions and values, (num_steps + 1, num_envs), at what is seen in the last rollout."""
+    obs, actions = seen(result), actions_of(result)
     with torch.no_grad():
-        outputs, *log_std, values = result["agent"](obs.flatten(0, 1))
-        outputs = outputs.view(*obs.shape[:2], -1)
-        policy = Normal(outputs, log_std[0].exp()) if log_std else Categorical(logits=outputs)
-    return policy, values.view(obs.shape[:2])
+        policy, values = policy_and_values(result["agent"], obs.flatten(0, 1))
+        log_prob = policy.log_prob(actions.flatten(0, 1)).view(*obs.shape[:2], -1).sum(2)
+    return log_prob, values.view(obs.shape[:2])
 
 
 def learnt_from(result: dict) -> dict[str, np.ndarray]:
@@ -161,19 +172,17 @@ def test_advantages_and_returns_never_see_a_dummy_step(name, case):
 def test_actions_are_those_of_the_policy(name, case):
     result = scripted(name, case)
     num_envs, num_steps, _ = case
-    valid, policy = result["rollout_valid"][:-1] == 1, of_agent(result)[0]
+    valid, actions = result["rollout_valid"][:-1] == 1, actions_of(result)
     if "obs_moments" in result:
-        actions, space = torch.from_numpy(result["rollout_actions"]), result["envs"].single_action_space
+        space = result["envs"].single_action_space
         for env in range(num_envs):
             sent = actions[:-1, env][valid[:, env]].numpy().clip(space.low, space.high)
             # Only real steps reach an environment of Gymnasium.
             given = result["envs"].envs[env].unwrapped.actions
             np.testing.assert_array_equal(sent, given[len(given) - len(sent) :])
     else:
-        actions = result["rollout"][:, :, 0]
         np.testing.assert_array_equal(actions[:-1], result["envs"].actions[-num_steps:])
-    log_prob = policy.log_prob(actions).view(num_steps + 1, num_envs, -1).sum(2)
-    np.testing.assert_allclose(learnt_from(result)["log_prob"], log_prob[:-1], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(learnt_from(result)["log_prob"], of_agent(result)[0][:-1], rtol=1e-4, atol=1e-4)
     # The agent has not changed: neither has a probability.
     assert abs(result["losses"]["old_approx_kl"].item()) < 1e-4
 
@@ -271,13 +280,48 @@ def test_masked_rows_weigh_nothing(name, norm_adv):
         torch.testing.assert_close(steps[2], steps[0], rtol=1e-5, atol=1e-7)
 
 
+def loss_by_hand(agent: Callable, result: dict) -> torch.Tensor:
+    """The loss of the last rollout, from its valid rows alone."""
+    args, valid = result["args"], torch.from_numpy(result["rollout_valid"][:-1] == 1)
+    old = {part: torch.from_numpy(rows)[valid] for part, rows in learnt_from(result).items()}
+    policy, values = policy_and_values(agent, seen(result)[:-1][valid])
+    log_prob = policy.log_prob(actions_of(result)[:-1][valid]).view(len(values), -1).sum(1)
+    ratio, low, high = (log_prob - old["log_prob"]).exp(), 1 - args.clip_coef, 1 + args.clip_coef
+    advantages = (old["advantages"] - old["advantages"].mean()) / (old["advantages"].std() + 1e-8)
+    surrogate = torch.minimum(ratio * advantages, ratio.clip(low, high) * advantages).mean()
+    clipped = old["values"] + (values - old["values"]).clip(-args.clip_coef, args.clip_coef)
+    errors = torch.maximum((values - old["returns"]) ** 2, (clipped - old["returns"]) ** 2)
+    entropy = policy.entropy().view(len(values), -1).sum(1).mean()
+    return -surrogate - args.ent_coef * entropy + args.vf_coef * errors.mean() / 2
+
+
+@each_script
+def test_gradient_steps_are_those_of_the_paper(name):
+    case, args = (3, 7, 21), ("--ent-coef", 0.2, "--vf-coef", 0.7, "--max-grad-norm", 0.3, "--clip-coef", 0.01)
+    # So that some of the values and ratios, and not all of them, move beyond the clip.
+    rate, epochs = 2e-3 if "obs_moments" in scripted(name, case) else 1e-4, 3
+    actual = fresh(name, case, *args, "--learning-rate", rate, "--update-epochs", epochs)
+    start = fresh(name, case, *args, "--learning-rate", 0)
+    agent = start["agent"].requires_grad_(True)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=rate, eps=1e-5)
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        loss_by_hand(agent, start).backward()
+        torch.nn.utils.clip_grad_norm_(agent.parameters(), start["args"].max_grad_norm)
+        optimizer.step()
+    assert 0.1 < actual["losses"]["clipfrac"] < 1
+    torch.testing.assert_close(actual["agent"].state_dict(), agent.state_dict(), rtol=1e-3, atol=0.05 * rate)
+
+
 @pytest.mark.parametrize(("target_kl", "epochs"), [((), 3), (("--target-kl", 0), 1), (("--target-kl", 1e9), 3)])
 @each_script
 def test_number_of_gradient_steps(name, target_kl, epochs):
-    result = fresh(name, (3, 8, 100), "--num-minibatches", 4, "--update-epochs", 3, *target_kl)
+    with patch("torch.randperm", wraps=torch.randperm) as shuffle:
+        result = fresh(name, (3, 8, 100), "--num-minibatches", 4, "--update-epochs", 3, *target_kl)
     rollouts = (len(history(result)) - 1) // 8
     assert rollouts > 3
     assert result["updates"] == optimizer_steps(result) == rollouts * epochs * 4
+    assert shuffle.call_count == rollouts * epochs
 
 
 @pytest.mark.parametrize("anneal", [True, False])
@@ -315,7 +359,7 @@ def test_policy_acts_alike_on_either_device(name):
 @normalising
 def test_learnt_values_are_the_known_ones(name, probe, values):
     args = ["--env-id", f"envs:{probe}-v0", "--gamma", 0.5, "--total-timesteps", 4000, "--num-steps", 256]
-    result = run(name, *args, "--num-minibatches", 8, "--learning-rate", 3e-3)
+    result = run(name, *args, "--num-minibatches", 8, "--update-epochs", 4, "--learning-rate", 3e-3)
     obs = (np.array([*values])[:, None] - result["obs_moments"].mean) / result["obs_moments"].std()
     with torch.no_grad():
         learnt = result["agent"].critic(torch.tensor(obs, dtype=torch.float32))[:, 0].numpy()
