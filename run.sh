@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # The one door to LeanRL.
 #
-#   ./run.sh                      a tour of a few minutes: every script, eager and compiled, and a table of their speed
+#   ./run.sh [ARGS]               the benchmark: in a few minutes every script, eager and compiled, with a table of their speed
+#                                 and plots; ARGS go to benchmark/sweep.py, such as --profile speed
 #   ./run.sh train NAME [ARGS]    train, e.g. ./run.sh train sac_continuous_action_torchcompile --compile
 #   ./run.sh test [ARGS]          run the tests; ARGS go to pytest
 #   ./run.sh peers [ARGS]         the benchmark beside Stable-Baselines3 and SBX; ARGS go to benchmark/sweep.py
-#   ./run.sh report               write the tables of README.md and docs/ anew from benchmark/results/
+#   ./run.sh report [FOLDER]      the table and plots of a sweep; without FOLDER those of README.md and docs/, written anew
 #
 # Makes .venv and installs what is missing on the first call. PYTHON names another interpreter (3.11 to 3.13).
 set -euo pipefail
@@ -17,7 +18,7 @@ die() {
 }
 
 usage() {
-  sed -n '2,10s/^# \{0,1\}//p' run.sh
+  sed -n '2,11s/^# \{0,1\}//p' run.sh
 }
 
 # install VENV REQUIREMENTS...: make VENV if there is none, and install unless these very requirements are there already.
@@ -40,14 +41,18 @@ install() {
 }
 
 main() {
-  install .venv requirements/{requirements,mujoco,atari,dev}.txt
+  install .venv requirements/{requirements,mujoco,atari,benchmark,dev}.txt
   exec .venv/bin/python "$@"
 }
 
-command=${1:-tour}
+case ${1:-} in
+  "" | --help | -h) ;;
+  -*) set -- sweep "$@" ;;
+esac
+command=${1:-sweep}
 [ $# -gt 0 ] && shift
 case $command in
-  tour)
+  sweep)
     main benchmark/sweep.py "$@"
     ;;
   train)

@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# Everything that needs a CUDA device, with no network: the tests marked `gpu`, the speed of each script in every mode, and a
+# Everything that needs a CUDA device, with no network: the tests marked `gpu`, a sweep over each script in every mode, and a
 # profile of the captured steps. Two scripts take at most nine minutes, where each part is cut off.
 #
 #   bash benchmark/gpu_check.sh [SCRIPT ...]      by default sac_continuous_action td3_continuous_action
 #
-# Appends the speeds to the file RESULTS, by default benchmark/results/gpu.jsonl. Uses .venv if ./run.sh has made one, else
-# the python3 at hand.
+# The sweep's folder is FOLDER, by default sweeps/gpu. Uses .venv if ./run.sh has made one, else the python3 at hand.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)
-results=${RESULTS:-benchmark/results/gpu.jsonl}
+folder=${FOLDER:-sweeps/gpu}
 [ $# -gt 0 ] || set -- sac_continuous_action td3_continuous_action
 export PYTHONUNBUFFERED=1
 
@@ -17,10 +16,15 @@ export PYTHONUNBUFFERED=1
   echo "gpu_check.sh: skipped, for want of a CUDA device" >&2
   exit 0
 }
+"$python" -c 'import matplotlib, psutil, pynvml, pytest, submitit, tensordict, typeguard, tyro' || {
+  echo "gpu_check.sh: error: that module of requirements/ is missing" >&2
+  exit 2
+}
 status=0
 scripts=$(printf ' or %s' "$@")
+modes=(eager twin compile cudagraphs both)
 timeout 240 "$python" -m pytest -m gpu -rs -k "${scripts# or }" || status=1
-timeout 220 "$python" benchmark/sweep.py --scripts "$@" --modes eager twin compile cudagraphs both --output "$results" || status=1
+timeout 220 "$python" benchmark/sweep.py --scripts "$@" --modes "${modes[@]}" --folder "$folder" || status=1
 for name in "$@"; do
   timeout 40 "$python" benchmark/profile_update.py "${name}_torchcompile" --compile --cudagraphs || status=1
 done

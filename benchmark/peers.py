@@ -1,6 +1,6 @@
 """Train one algorithm with Stable-Baselines3 or SBX and print a summary like those of the scripts.
 
-    python benchmark/peers.py {sb3,sbx} SCRIPT SEED TOTAL_TIMESTEPS
+    python benchmark/peers.py {sb3,sbx} SCRIPT ENV_ID SEED TOTAL_TIMESTEPS
 
 Same task and networks, same batches and number of gradient steps as the scripts have by default; everything else is the
 library's default. PPO goes without the normalisation that the script has, which saves the libraries time. SPS counts from a
@@ -46,12 +46,13 @@ class Stopwatch(BaseCallback):
 
 
 def main() -> None:
-    peer, script, seed, total_timesteps = *sys.argv[1:3], *map(int, sys.argv[3:])
+    begin = time.perf_counter()
+    peer, script, env_id, seed, total_timesteps = *sys.argv[1:4], *map(int, sys.argv[4:])
     algorithm, options, start = ALGORITHMS[script]
     # The libraries advise the CPU for PPO on small networks.
     options = options | ({"device": "cpu"} if algorithm == "PPO" else {})
     library = importlib.import_module(PACKAGES[peer])
-    model = getattr(library, algorithm)("MlpPolicy", gym.make("HalfCheetah-v4"), seed=seed, **options)
+    model = getattr(library, algorithm)("MlpPolicy", gym.make(env_id), seed=seed, **options)
     stopwatch = Stopwatch(start)
     model.learn(total_timesteps, callback=stopwatch)
     elapsed = time.perf_counter() - stopwatch.started
@@ -61,11 +62,12 @@ def main() -> None:
     packages = ("stable-baselines3", "sbx-rl", "torch", "jax", "gymnasium", "mujoco")
     summary = {
         "script": peer,
-        "env_id": "HalfCheetah-v4",
+        "env_id": env_id,
         "seed": seed,
         "total_timesteps": total_timesteps,
         "sps": (total_timesteps - start) / elapsed,
         "startup_seconds": None,
+        "wall_seconds": time.perf_counter() - begin,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
         "hardware": {"cpu": cpu, "cores": cores, "gpu": None},
     }

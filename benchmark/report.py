@@ -1,17 +1,25 @@
-"""Write the tables of README.md and docs/ from the lines of benchmark/results/.
+"""Tables and plots of results: of a sweep's folder, or those that the README and docs/ publish.
 
-    python benchmark/report.py
+    ./run.sh report                  writes the tables of README.md and docs/ and the plots docs/plots/ anew
+    ./run.sh report sweeps/NAME      prints the table of a sweep and writes its plots
 
-A table stands between `<!-- table: KIND FILE -->` and `<!-- end -->`; KIND is `speed`, `learning`, `curve` or `tricks`, FILE
-a file in benchmark/results/. Nothing between the two is written by hand.
+A table stands between `<!-- table: KIND FILE -->` and `<!-- end -->`; KIND is a key of TABLES, FILE a file in
+benchmark/results/. Nothing between the two is written by hand, and nothing stands there as long as there is no such file.
 """
 
+import itertools
 import json
 import re
 import statistics
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
+import results
+
 ROOT = Path(__file__).resolve().parent.parent
+PUBLISHED = ROOT / "benchmark" / "results"
 MODES = {
     "sb3": "Stable-Baselines3",
     "sbx": "SBX (JAX)",
@@ -21,12 +29,23 @@ MODES = {
     "cudagraphs": "LeanRL `--cudagraphs`",
     "both": "LeanRL `--compile --cudagraphs`",
 }
+# The colours of Okabe and Ito, which colour-blind readers can tell apart.
+COLOURS = dict(zip(MODES, ("#999999", "#555555", "#E69F00", "#F0E442", "#0072B2", "#009E73", "#CC79A7"), strict=True))
+SHOWN = re.compile(r"\(plots/((\w+)-(speed|return-by-step|return-by-time|gpu)\.png)\)")
 MARKED = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def read_results(path: Path) -> list[dict]:
-    """The lines of a file of results."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def by(lines: list[dict], *keys: str) -> dict[tuple, list[dict]]:
+    """The lines by their values of these keys, in the order in which these first occur."""
+    groups: dict[tuple, list[dict]] = {}
+    for line in lines:
+        groups.setdefault(tuple(line[key] for key in keys), []).append(line)
+    return groups
+
+
+def in_order(modes: Iterable[str]) -> list[str]:
+    """Modes in the order of tables and plots."""
+    return [mode for mode in MODES if mode in modes]
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -41,83 +60,291 @@ def spread(values: list[float]) -> str:
     return median if len(values) == 1 else f"{median} ({min(values):.0f}-{max(values):.0f})"
 
 
-def machine(results: list[dict]) -> str:
-    """What the runs were made with: one line, told apart where runs differ."""
-    cpus = sorted({f"{line['hardware']['cpu']}, {line['hardware'].get('cores', '?')} cores" for line in results})
-    gpus = sorted({line["hardware"]["gpu"] or "no GPU" for line in results})
+def median_of(lines: list[dict], key: str, digits: int = 1) -> str:
+    """The median of a figure over the lines that have it, or nothing."""
+    values = [line[key] for line in lines if line.get(key) is not None]
+    return f"{statistics.median(values):.{digits}f}" if values else ""
+
+
+def machine_of(line: dict) -> tuple:
+    """What tells machines apart."""
+    return tuple(line["hardware"].get(key) for key in ("cpu", "cores", "gpu"))
+
+
+def machines(lines: list[dict]) -> list[list[dict]]:
+    """The lines of runs that were not in vain, by machine."""
+    groups: dict[tuple, list[dict]] = {}
+    for line in lines:
+        if line["status"] == "ok":
+            groups.setdefault(machine_of(line), []).append(line)
+    return list(groups.values())
+
+
+def machine(lines: list[dict]) -> str:
+    """What the runs of one machine were made with: one line, with all versions where runs differ."""
+    cpu, cores, gpu = machine_of(lines[0])
     versions: dict[str, set[str]] = {}
-    for line in results:
+    for line in lines:
         for package, version in line["versions"].items():
             versions.setdefault(package, set()).update([version] if version else [])
     packages = [f"{package} {'/'.join(sorted(found))}" for package, found in versions.items() if found]
-    commits = sorted({line["git_commit"][:7] for line in results if line.get("git_commit")})
-    made_with = [*cpus, *gpus, ", ".join(packages), *([f"commit {', '.join(commits)}"] if commits else [])]
-    return "; ".join(made_with)
+    commits = sorted({line["git_commit"][:7] for line in lines if line.get("git_commit")})
+    made_with = [f"{cpu}, {cores} cores", gpu or "no GPU", ", ".join(packages)]
+    return "; ".join([*made_with, *([f"commit {', '.join(commits)}"] if commits else [])])
 
 
-def speed_table(results: list[dict]) -> str:
-    """Agent steps per second of each algorithm and mode: median and range, ratios, start-up cold and warm."""
+def by_machine(table: Callable[[list[dict]], str]) -> Callable[[list[dict]], str]:
+    """A table that is made for each machine of its own, with the machine below it."""
+
+    def tables(lines: list[dict]) -> str:
+        return "\n\n".join(f"{table(group)}\n\n{machine(group)}" for group in machines(lines))
+
+    tables.__doc__ = table.__doc__
+    return tables
+
+
+@by_machine
+def speed_table(lines: list[dict]) -> str:
+    """Agent steps per second of each algorithm and mode: median and range, ratios, start-up cold and warm, GPU seconds."""
+    timed = [line for line in lines if line.get("sps")]
+    on_gpu = any(line.get("gpu_busy_seconds") for line in timed)
+    several = len(by(timed, "env_id", "algorithm")) > len(by(timed, "algorithm"))
     rows = []
-    for algorithm in dict.fromkeys(line["algorithm"] for line in results):
-        modes = {}
-        for line in results:
-            if line["algorithm"] == algorithm and line["sps"]:
-                modes.setdefault(line["mode"], []).append(line)
+    for (algorithm, env_id), group in by(timed, "algorithm", "env_id").items():
+        modes = {mode: lines for (mode,), lines in by(group, "mode").items()}
         medians = {mode: statistics.median(line["sps"] for line in lines) for mode, lines in modes.items()}
-        for mode in (mode for mode in MODES if mode in modes):
-            lines = modes[mode]
+        for mode in in_order(modes):
+            runs = modes[mode]
             ratios = [f"{medians[mode] / medians[base]:.2f}" if base in medians else "" for base in ("eager", "sbx")]
-            startup: dict[bool, list[float]] = {False: [], True: []}  # cold and warm
-            for line in lines:
-                startup[line["round"] > 0] += [] if line["startup_seconds"] is None else [line["startup_seconds"]]
-            seconds = [f"{statistics.median(found):.1f}" if found else "" for found in startup.values()]
-            rows.append([f"{algorithm}: {MODES[mode]}", spread([line["sps"] for line in lines]), *ratios, *seconds])
+            startup = [[line for line in runs if line.get("cold_start") is cold] for cold in (True, False)]
+            startup = [median_of(part, "startup_seconds") for part in startup]
+            per_million = [
+                {"busy": line["gpu_busy_seconds"] / line["total_timesteps"] * 1e6}
+                for line in runs
+                if line.get("gpu_busy_seconds") is not None
+            ]
+            name = f"{algorithm}{f', {env_id}' if several else ''}: {MODES[mode]}"
+            gpu = [median_of(per_million, "busy", 0)] if on_gpu else []
+            rows.append([name, spread([line["sps"] for line in runs]), *ratios, *startup, *gpu])
     header = ["", "steps/s, median (range)", "x eager", "x SBX", "start-up cold, s", "warm, s"]
-    return f"{markdown(header, rows)}\n\n{machine(results)}"
+    return markdown([*header, *(["GPU-busy s per 1M steps"] if on_gpu else [])], rows)
 
 
-def learning_table(results: list[dict]) -> str:
+@by_machine
+def learning_table(lines: list[dict]) -> str:
     """Returns of training: the last 10 episodes of each seed, and the mean of the last 100 over the seeds."""
     rows = []
-    for key in dict.fromkeys((line["script"], line["env_id"], line["total_timesteps"]) for line in results):
-        lines = [line for line in results if (line["script"], line["env_id"], line["total_timesteps"]) == key]
-        last = ", ".join(f"{line['episodic_return_10']:.0f}" for line in lines)
-        mean = statistics.mean(line["episodic_return"] for line in lines)
-        rows.append([f"{key[0]}, {key[1]}", f"{key[2]:,}", last, f"{mean:.0f}"])
-    header = ["", "steps", "return, last 10 episodes, by seed", "last 100, mean of seeds"]
-    return f"{markdown(header, rows)}\n\n{machine(results)}"
+    for (script, env_id, steps), runs in by(lines, "script", "env_id", "total_timesteps").items():
+        last = ", ".join(f"{line['episodic_return_10']:.0f}" for line in runs if line["episodic_return_10"] is not None)
+        rows.append([f"{script}, {env_id}", f"{steps:,}", last, mean_return(runs)])
+    return markdown(["", "steps", "return, last 10 episodes, by seed", "last 100, mean of seeds"], rows)
 
 
-def curve_table(results: list[dict]) -> str:
-    """A learning curve: the mean return of the episodes between one row's step and the one before."""
-    rows = [[f"{line['step']:,}", f"{line['episodic_return']:.1f}", str(line["episodes"])] for line in results]
-    return markdown(["agent steps", "mean return", "episodes"], rows)
+def mean_return(runs: list[dict]) -> str:
+    """The mean over runs of their episodic return, or nothing."""
+    values = [line["episodic_return"] for line in runs if line["episodic_return"] is not None]
+    return f"{statistics.mean(values):.0f}" if values else ""
 
 
-def tricks_table(results: list[dict]) -> str:
+def curve_table(curves: list[dict]) -> str:
+    """A learning curve in ten rows: the mean return of the episodes that ended between one row's step and the one before."""
+    rows = []
+    for curve in curves:
+        steps, returns = np.array(curve["step"]), np.array(curve["episodic_return"])
+        edges = np.linspace(0, steps[-1], 11)
+        for low, high in itertools.pairwise(edges):
+            inside = (steps > low) & (steps <= high)
+            if inside.any():
+                rows.append([f"{high:,.0f}", f"{returns[inside].mean():.1f}"])
+    return markdown(["agent steps", "mean return"], rows)
+
+
+def tricks_table(lines: list[dict]) -> str:
     """Microseconds a call of each variant, and the ratio to the first one of its title."""
     rows, first = [], {}
-    for line in results:
+    for line in lines:
         base = first.setdefault(line["title"], line["microseconds"])
         figure, ratio = f"{line['microseconds']:.2f}", f"{line['microseconds'] / base:.2f}" if base > 0.1 else ""
         rows.append([f"{line['title']}: {line['variant']}", figure, ratio])
-    made_with = ", ".join(f"{key} {results[0][key]}" for key in ("device", "threads", "torch"))
+    made_with = ", ".join(f"{key} {lines[0][key]}" for key in ("device", "threads", "torch"))
     return f"{markdown(['', 'microseconds a call', 'x first'], rows)}\n\n{made_with}"
 
 
-TABLES = {"speed": speed_table, "learning": learning_table, "curve": curve_table, "tricks": tricks_table}
+# Kind of table: what makes it, and what the lines of its file are.
+TABLES = {
+    "speed": (speed_table, results.read),
+    "learning": (learning_table, results.read),
+    "curve": (curve_table, lambda path: results.read(path, results.Curve)),
+    "tricks": (tricks_table, lambda path: [json.loads(line) for line in path.read_text().splitlines()]),
+}
 
 
 def render(text: str) -> str:
     """`text` with the tables between its markers made anew."""
 
     def table(match: re.Match) -> str:
-        results = read_results(ROOT / "benchmark" / "results" / match[3])
-        return f"{match[1]}\n{TABLES[match[2]](results)}\n\n{match[4]}"
+        make, read = TABLES[match[2]]
+        path = PUBLISHED / match[3]
+        content = f"\n{make(read(path))}\n\n" if path.exists() else ""
+        return f"{match[1]}{content}{match[4]}"
 
     return MARKED.sub(table, text)
 
 
-if __name__ == "__main__":
+def panels(count: int, title: str):
+    """A figure of panels, two in a row, and its axes, of which those left over are hidden."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display
+    import matplotlib.pyplot as plt
+
+    columns = min(count, 2)
+    rows = -(-count // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, 3.2 * rows + 0.6), squeeze=False, layout="constrained")
+    for axis in axes.ravel()[count:]:
+        axis.set_visible(False)
+    for axis in axes.ravel():
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    return figure, axes.ravel()
+
+
+def label(mode: str) -> str:
+    """A mode's name in a plot."""
+    return MODES[mode].replace("`", "").removeprefix("LeanRL ")
+
+
+def below(lines: list[dict]) -> str:
+    """The machine, short enough to stand below a plot."""
+    cpu, cores, gpu = machine_of(lines[0])
+    torch = "/".join(sorted({line["versions"].get("torch") or "" for line in lines} - {""}))
+    return f"{cpu}, {cores} cores; {gpu or 'no GPU'}; torch {torch}"
+
+
+def plot_speed(lines: list[dict]):
+    """Bars of agent steps per second by mode, the range over runs as whiskers; a panel an algorithm and environment."""
+    groups = by([line for line in lines if line.get("sps")], "algorithm", "env_id")
+    figure, axes = panels(len(groups), "Agent steps per second: median, range, ratio to eager")
+    for axis, ((algorithm, env_id), group) in zip(axes, groups.items(), strict=False):
+        modes = {mode: [line["sps"] for line in runs] for (mode,), runs in by(group, "mode").items()}
+        names = in_order(modes)[::-1]
+        medians = np.array([statistics.median(modes[mode]) for mode in names])
+        whiskers = [medians - [min(modes[mode]) for mode in names], [max(modes[mode]) for mode in names] - medians]
+        colours = [COLOURS[mode] for mode in names]
+        axis.barh([label(mode) for mode in names], medians, xerr=whiskers, color=colours, ecolor="black", capsize=3)
+        base = statistics.median(modes["eager"]) if "eager" in modes else None
+        for row, (mode, median) in enumerate(zip(names, medians, strict=True)):
+            ratio = f"  ({median / base:.2f}x)" if base else ""
+            axis.text(max(modes[mode]), row, f"  {median:,.0f}{ratio}", va="center", fontsize=9)
+        axis.set_xlim(0, max(map(max, modes.values())) * 1.4)
+        axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
+    figure.supxlabel(below(lines), fontsize=8, color="#555555")
+    return figure
+
+
+def plot_returns(lines: list[dict], curves: list[dict], key: str):
+    """Return of training episodes against `key`, step or seconds: mean and range over seeds; a panel a task."""
+    curve_of = {(curve["sweep"], curve["job"]): curve for curve in curves if len(curve["step"]) > 1}
+    drawn = [line for line in lines if (line["sweep"], line["job"]) in curve_of]
+    groups = by(drawn, "algorithm", "env_id")
+    if not groups:
+        return None
+    axis_name = {"step": "agent steps", "seconds": "seconds, start-up included"}[key]
+    figure, axes = panels(len(groups), f"Return of training episodes against {axis_name}: mean and range over seeds")
+    for axis, ((algorithm, env_id), group) in zip(axes, groups.items(), strict=False):
+        modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
+        for mode in in_order(modes):
+            runs = [curve_of[line["sweep"], line["job"]] for line in modes[mode]]
+            # Only where each seed has episodes: a mean over fewer would jump.
+            grid = np.linspace(max(run[key][0] for run in runs), min(run[key][-1] for run in runs), 100)
+            values = np.stack([np.interp(grid, run[key], run["episodic_return"]) for run in runs])
+            axis.plot(grid, values.mean(axis=0), color=COLOURS[mode], label=label(mode))
+            axis.fill_between(grid, values.min(axis=0), values.max(axis=0), color=COLOURS[mode], alpha=0.2, linewidth=0)
+        axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
+        axis.set_xlabel(axis_name)
+        axis.set_ylabel("return")
+        axis.legend(frameon=False, fontsize=8)
+    figure.supxlabel(below(lines), fontsize=8, color="#555555")
+    return figure
+
+
+def plot_gpu(lines: list[dict], curves: list[dict]):
+    """GPU utilisation over the first run of each mode; a panel an algorithm and environment. None without a GPU."""
+    curve_of = {(curve["sweep"], curve["job"]): curve for curve in curves if curve["gpu_seconds"]}
+    groups = by([line for line in lines if (line["sweep"], line["job"]) in curve_of], "algorithm", "env_id")
+    if not groups:
+        return None
+    figure, axes = panels(len(groups), "GPU utilisation, and GPU-busy seconds per million steps")
+    for axis, ((algorithm, env_id), group) in zip(axes, groups.items(), strict=False):
+        modes = {mode: runs[0] for (mode,), runs in by(group, "mode").items()}
+        for mode in in_order(modes):
+            run = modes[mode]
+            curve = curve_of[run["sweep"], run["job"]]
+            busy = run["gpu_busy_seconds"] / run["total_timesteps"] * 1e6
+            percent = 100 * np.array(curve["gpu_utilization"])
+            axis.plot(curve["gpu_seconds"], percent, color=COLOURS[mode], label=f"{label(mode)}: {busy:,.0f} s")
+        axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
+        axis.set_xlabel("seconds, start-up included")
+        axis.set_ylabel("utilisation, %")
+        axis.set_ylim(0, 100)
+        axis.legend(frameon=False, fontsize=8)
+    figure.supxlabel(below(lines), fontsize=8, color="#555555")
+    return figure
+
+
+PLOTS = {
+    "speed": lambda lines, curves: plot_speed(lines),
+    "return-by-step": lambda lines, curves: plot_returns(lines, curves, "step"),
+    "return-by-time": lambda lines, curves: plot_returns(lines, curves, "seconds"),
+    "gpu": plot_gpu,
+}
+
+
+def write_plots(lines: list[dict], curves: list[dict], folder: Path) -> list[Path]:
+    """Write the plots that these results allow, for each machine its own; returns where they are."""
+    paths = []
+    for number, group in enumerate(machines(lines)):
+        for kind, plot in PLOTS.items():
+            if figure := plot(group, curves):
+                paths.append(folder / (f"machine{number + 1}-{kind}.png" if number else f"{kind}.png"))
+                folder.mkdir(parents=True, exist_ok=True)
+                figure.savefig(paths[-1], dpi=110)
+    return paths
+
+
+def report_folder(folder: Path) -> None:
+    """Print the tables of a sweep's results and write its plots. Raises ResultsError where a file is not what it should be."""
+    lines = results.read(folder / "results.jsonl")
+    print(speed_table(lines))
+    failed = [line for line in lines if line["status"] == "failed"]
+    for line in failed:
+        print(f"\nfailed: {line['job']}: {line['reason']}")
+    curves = results.read(folder / "curves.jsonl", results.Curve)
+    paths = write_plots(lines, curves, folder / "plots")
+    print(f"\nresults: {folder / 'results.jsonl'}\nplots: {', '.join(str(path) for path in paths)}")
+
+
+def report_published() -> None:
+    """Write the tables of README.md and docs/, and the plots that these show, from benchmark/results/.
+
+    The plot docs/plots/NAME-KIND.png is made from NAME.jsonl and NAME.curves.jsonl; KIND is a key of PLOTS.
+    """
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         path.write_text(render(path.read_text()))
+        for image, name, kind in sorted({match.groups() for match in SHOWN.finditer(path.read_text())}):
+            lines = results.read(PUBLISHED / f"{name}.jsonl")
+            [group] = machines(lines)
+            curves = PUBLISHED / f"{name}.curves.jsonl"
+            figure = PLOTS[kind](group, results.read(curves, results.Curve) if curves.exists() else [])
+            figure.savefig(ROOT / "docs" / "plots" / image, dpi=110)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2 or sys.argv[1:2] in (["-h"], ["--help"]):
+        print(__doc__)
+        sys.exit(2 if len(sys.argv) > 2 else 0)
+    try:
+        report_folder(Path(sys.argv[1]).absolute()) if sys.argv[1:] else report_published()
+    except (results.ResultsError, OSError) as error:
+        print(f"report.py: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -186,7 +186,7 @@ def discounted_sums(x: Tensor, discounts: Tensor) -> Tensor:
     """y_t = x_t + discounts_t y_{t+1} with y_T = 0, along the first of two dimensions, (T, n).
 
     By doubling: after round k, y_t holds the first 2^k terms of its sum. Log2(T) rounds take 0.2 ms where a loop over 2048
-    steps takes 54 ms, and a compiler need not unroll them.
+    steps takes 9 ms, and a compiler need not unroll them.
     """
     y, shift = x, 1
     while shift < len(x):

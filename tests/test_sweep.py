@@ -1,0 +1,404 @@
+"""The benchmark survives what can happen to it: with a stand-in for a script, which takes no time, and all else real."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import results
+from slurm import SlurmUnavailable, slurm_cluster
+
+# Prints a summary, after what the file named like its seed tells it to do, once or, with a trailing "!", each time.
+STAND_IN = """
+import json, os, signal, sys, time
+from pathlib import Path
+from torch.utils.tensorboard import SummaryWriter
+
+options = dict(argument[2:].split("=") for argument in sys.argv[1:] if "=" in argument)
+here, seed = Path(__file__).parent, int(options["seed"])
+with (here / "starts.txt").open("a") as starts:
+    starts.write(f"{Path(__file__).stem} {seed} {os.environ.get('OMP_NUM_THREADS')} {len(os.sched_getaffinity(0))}\\n")
+behaviour = here / str(seed)
+todo = behaviour.read_text() if behaviour.exists() else ""
+if todo and not todo.endswith("!"):
+    behaviour.unlink()
+print("a line of the log", file=sys.stderr)
+if todo.startswith("hang"):
+    time.sleep(1000)
+if todo.startswith("wait"):
+    while (here / "hold").exists():
+        time.sleep(0.05)
+if todo.startswith("killed"):
+    os.kill(os.getpid(), signal.SIGKILL)
+if todo.startswith("orphan"):  # kills the process that watches it
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+if todo.startswith("silent"):
+    sys.exit()
+if todo.startswith("fill"):
+    with (here.parent / "disk" / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(2**20))
+writer = SummaryWriter("runs/one")
+for step in range(1, 251):
+    writer.add_scalar("charts/episodic_return", step / 2, step)
+writer.close()
+hardware = {"cpu": "A CPU", "cores": 2, "gpu": None}
+summary = {"script": Path(__file__).stem, "env_id": options["env-id"], "seed": seed, "total_timesteps": 250}
+summary |= {"sps": 100.0 + seed, "startup_seconds": 1.0, "wall_seconds": 0.5, "git_commit": None, "argv": sys.argv[1:]}
+summary |= {"episodic_return": 100.0, "episodic_return_10": 120.0, "versions": {"python": "3.12.1"}, "hardware": hardware}
+print(json.dumps(summary))
+"""
+
+
+class House:
+    """A copy of benchmark/ beside a stand-in for TD3's eager script."""
+
+    def __init__(self, path: Path):
+        self.path, self.leanrl, self.folder = path, path / "leanrl", path / "sweep"
+        shutil.copytree(ROOT / "benchmark", path / "benchmark", ignore=shutil.ignore_patterns("results", "__pycache__"))
+        self.leanrl.mkdir()
+        (self.leanrl / "td3_continuous_action.py").write_text(STAND_IN)
+
+    def tell(self, seed: int, behaviour: str) -> None:
+        """Have the stand-in do something when it runs with this seed."""
+        (self.leanrl / str(seed)).write_text(behaviour)
+
+    def command(self, *args, seeds: int = 3) -> list[str]:
+        base = [sys.executable, str(self.path / "benchmark" / "sweep.py"), "--scripts", "td3_continuous_action"]
+        selection = ["--modes", "eager", "--seeds", *map(str, range(seeds)), "--folder", str(self.folder)]
+        return [*base, *selection, *map(str, args)]
+
+    def sweep(self, *args, seeds: int = 3, **options) -> subprocess.CompletedProcess:
+        """Run a sweep to its end."""
+        return subprocess.run(self.command(*args, seeds=seeds), capture_output=True, text=True, timeout=180, **options)
+
+    def start(self, *args, seeds: int = 3) -> subprocess.Popen:
+        """Start a sweep."""
+        return subprocess.Popen(self.command(*args, seeds=seeds), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def stand_ins(self) -> list[str]:
+        """The stand-ins that run."""
+        done = subprocess.run(["pgrep", "-f", f"{self.leanrl}/td3"], capture_output=True, text=True)
+        return done.stdout.split()
+
+    def starts(self) -> list[str]:
+        """A line for each start of the stand-in: script, seed, threads, cores."""
+        path = self.leanrl / "starts.txt"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def wait_for_starts(self, count: int) -> None:
+        wait_until(lambda: len(self.starts()) >= count)
+
+    def lines(self) -> list[dict]:
+        """The results, which have to be in order."""
+        lines = results.read(self.folder / "results.jsonl")
+        curves = results.read(self.folder / "curves.jsonl", results.Curve)
+        assert [curve["job"] for curve in curves] == [line["job"] for line in lines if line["status"] == "ok"]
+        assert len({line["job"] for line in lines}) == len(lines)
+        return lines
+
+    def done(self) -> list[int]:
+        return sorted(line["seed"] for line in self.lines() if line["status"] == "ok")
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def house(tmp_path):
+    return House(tmp_path)
+
+
+def test_a_sweep_writes_a_line_and_a_curve_a_run_a_table_and_plots(house):
+    done = house.sweep()
+    assert done.returncode == 0, done.stderr
+    lines = house.lines()
+    assert [(line["seed"], line["mode"], line["status"], line["attempts"]) for line in lines] == [
+        (seed, "eager", "ok", 1) for seed in range(3)
+    ]
+    assert [line["cold_start"] for line in lines] == [True] * 3  # the stand-in compiles nothing
+    assert all(line["cpu_busy_seconds"] > 0.1 and line["gpu_busy_seconds"] is None for line in lines)
+    curve = results.read(house.folder / "curves.jsonl", results.Curve)[0]
+    assert len(curve["step"]) == 100
+    assert curve["step"][-1] == 250
+    # Of 250 episodes the first 50 groups have three: the means of 1, 2, 3 and of 249 and 250, halved.
+    assert (curve["episodic_return"][0], curve["episodic_return"][-1]) == (1.0, 124.75)
+    assert all(0 < second < 60 for second in curve["seconds"])
+    assert "| td3_continuous_action: LeanRL eager | 101 (100-102) | 1.00 |" in done.stdout
+    plots = sorted(path.name for path in (house.folder / "plots").glob("*.png"))
+    assert plots == ["return-by-step.png", "return-by-time.png", "speed.png"]
+    assert str(house.folder / "plots") in done.stdout
+    assert "[3/3]" in done.stderr
+
+    again = house.sweep(seeds=4)
+    assert again.returncode == 0
+    assert len(house.starts()) == 4
+    assert house.done() == [0, 1, 2, 3]
+
+
+def test_workers_have_their_own_cores(house):
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    assert house.sweep("--workers", "2", seeds=4).returncode == 0
+    share = len(os.sched_getaffinity(0)) // 2
+    assert [line.split()[2:] for line in house.starts()] == [[str(share)] * 2] * 4
+    assert house.done() == [0, 1, 2, 3]
+
+
+def test_after_kill_9_finished_runs_are_not_repeated(house):
+    house.tell(1, "wait")
+    (house.leanrl / "hold").touch()
+    sweep = house.start()
+    house.wait_for_starts(2)
+    sweep.kill()
+    sweep.wait()
+    wait_until(lambda: not house.stand_ins())  # the run ends with its sweep
+    assert house.done() == [0]
+    (house.leanrl / "hold").unlink()
+    again = house.sweep()
+    assert again.returncode == 0, again.stderr
+    assert house.done() == [0, 1, 2]
+    assert [line.split()[1] for line in house.starts()] == ["0", "1", "1", "2"]
+
+
+def test_a_run_that_ended_after_its_sweep_is_not_repeated(house):
+    assert house.sweep(seeds=2).returncode == 0
+    for name in ("results.jsonl", "curves.jsonl"):  # as if the sweep had been killed before it wrote the last line
+        path = house.folder / name
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    assert house.sweep(seeds=2).returncode == 0
+    assert house.done() == [0, 1]
+    assert len(house.starts()) == 2
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        ("killed", "killed by SIGKILL"),
+        ("hang", "took longer than 3 s"),
+        ("silent", "printed no summary"),
+        ("orphan", "the process that ran it died"),
+    ],
+)
+def test_a_run_that_fails_is_tried_again_and_then_recorded(house, behaviour, reason):
+    house.tell(0, behaviour)
+    house.tell(1, f"{behaviour}!")
+    done = house.sweep("--time-limit", 0.05)
+    assert done.returncode == 1
+    lines = {line["seed"]: line for line in house.lines()}
+    assert [(lines[seed]["status"], lines[seed]["attempts"]) for seed in range(3)] == [("ok", 2), ("failed", 2), ("ok", 1)]
+    assert lines[1]["reason"] == reason
+    if behaviour != "orphan":
+        assert lines[1]["log"] == "a line of the log"
+    assert not house.stand_ins()
+    assert f"failed: {lines[1]['job']}: {reason}" in done.stdout
+
+    (house.leanrl / "1").unlink()
+    assert house.sweep().returncode == 0  # what failed is tried again
+    assert house.done() == [0, 1, 2]
+    assert len(house.starts()) == 6
+
+
+def test_two_sweeps_in_one_folder_exclude_each_other(house):
+    house.tell(0, "hang")
+    first = house.start()
+    house.wait_for_starts(1)
+    second = house.sweep()
+    assert second.returncode == 2
+    assert second.stderr.splitlines()[-1] == f"sweep.py: error: --folder {house.folder}: another sweep is at work there"
+    first.send_signal(signal.SIGINT)
+    assert first.wait(30) == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_stops_the_children(house, number):
+    house.tell(1, "hang")
+    sweep = house.start()
+    house.wait_for_starts(2)
+    sweep.send_signal(number)
+    _, error = sweep.communicate(timeout=30)
+    assert sweep.returncode == 130
+    assert "stopped with 1 of 3 runs done: start again to go on" in error
+    assert not house.stand_ins()
+    assert house.done() == [0]
+
+
+@pytest.mark.parametrize("rest", ['{"format": 1, "sweep": "x', '{"format": 1, "swe\n'])
+def test_a_last_line_that_was_cut_off_is_done_again(house, rest):
+    assert house.sweep(seeds=2).returncode == 0
+    with (house.folder / "results.jsonl").open("a") as file:
+        file.write(rest)
+    assert house.sweep().returncode == 0
+    assert house.done() == [0, 1, 2]
+    assert len(house.starts()) == 3
+
+
+def test_a_full_disk_stops_the_sweep_and_loses_nothing(house):
+    disk = house.path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(disk)], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {mount.stderr.strip()}")
+    try:
+        house.folder = disk / "sweep"
+        house.tell(1, "fill")
+        full = house.sweep()
+        assert full.returncode == 1
+        assert f"no space is left in {house.folder}: 1 of 3 runs are done; free some and start again" in full.stderr
+        assert house.done() == [0]
+        (disk / "filler").unlink()
+        again = house.sweep()
+        assert again.returncode == 0, again.stderr
+        assert house.done() == [0, 1, 2]
+        assert [line.split()[1] for line in house.starts()] == ["0", "1", "1", "2"]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_append_leaves_nothing_behind_on_a_full_disk(tmp_path):
+    with pytest.raises(OSError) as error:
+        results.append(Path("/dev/full"), {})
+    assert error.value.errno in (errno.ENOSPC, errno.EINVAL)
+
+
+def refused(done: subprocess.CompletedProcess) -> str:
+    """The one line in which a bad argument was told."""
+    assert done.returncode == 2, done.stderr
+    [line] = done.stderr.splitlines()
+    return line.removeprefix("sweep.py: error: ")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--scripts", "dqn"], "--scripts takes sac_continuous_action, td3_"),
+        (["--modes", "fast"], "--modes takes eager, twin, compile, cudagraphs, both, sb3, sbx; got fast"),
+        (["--modes", "sbx"], "--modes sb3 and sbx need --peers"),
+        (["--profile", "long"], "--profile takes quick, speed, full; got long"),
+        (["--cluster", "pbs"], "--cluster takes local, slurm; got pbs"),
+        (["--seeds"], "nothing is selected"),
+        (["--scripts"], "nothing is selected"),
+        (["--workers", "0"], "--workers takes a number from 1"),
+        (["--workers", "1000"], "--workers takes a number from 1 to"),
+        (["--total-timesteps", "0"], "--total-timesteps takes a number from 1"),
+        (["--folder", "/proc/sweep"], "--folder takes a folder that can be written to, got /proc/sweep: "),
+        (["--folder", "/dev/null"], "--folder takes a folder that can be written to, got /dev/null: "),
+    ],
+)
+def test_bad_arguments_are_told_in_one_line(house, args, message):
+    assert refused(house.sweep(*args)).startswith(message)
+    assert not house.starts()
+
+
+def test_modes_that_a_machine_cannot_run_are_skipped_with_the_reason(house):
+    done = house.sweep("--modes", "cudagraphs", "both", env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 2
+    first, second = done.stderr.splitlines()
+    assert first == "Skipped for want of a CUDA device: cudagraphs, both"
+    assert "nothing is selected" in second
+
+
+def test_results_of_another_version_are_refused(house):
+    assert house.sweep(seeds=1).returncode == 0
+    path = house.folder / "results.jsonl"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 0'))
+    message = f"--folder {house.folder}: {path}, line 1: has format 0, and this version reads format 1"
+    assert refused(house.sweep()) == message
+    command = [sys.executable, house.path / "benchmark" / "report.py", house.folder]
+    report = subprocess.run(command, capture_output=True, text=True)
+    assert report.returncode == 2
+    assert report.stderr == f"report.py: error: {path}, line 1: has format 0, and this version reads format 1\n"
+
+
+def test_a_folder_of_another_profile_is_refused(house):
+    assert house.sweep(seeds=1).returncode == 0
+    assert refused(house.sweep("--profile", "speed")) == f"--folder {house.folder}: has a sweep of profile quick, not speed"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """The variables of a Slurm of one node; in CI it has to be there."""
+    try:
+        with slurm_cluster(tmp_path_factory.mktemp("slurm")) as variables:
+            yield variables
+    except SlurmUnavailable as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+
+
+def test_slurm_gives_the_lines_that_a_local_sweep_gives(house, cluster):
+    assert house.sweep().returncode == 0
+    local = house.lines()
+    house.folder = house.path / "slurm"
+    house.tell(1, "killed")
+    done = house.sweep("--cluster", "slurm", "--partition", "debug", "--cores-per-job", "1", env=os.environ | cluster)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(house.lines(), key=lambda line: line["seed"])
+    varies = ("sweep", "attempts", "cpu_busy_seconds")
+    assert [{key: value for key, value in line.items() if key not in varies} for line in lines] == [
+        {key: value for key, value in line.items() if key not in varies} for line in local
+    ]
+    assert [line["attempts"] for line in lines] == [1, 2, 1]
+
+
+def test_a_sweep_on_slurm_takes_up_the_jobs_of_one_that_was_killed(house, cluster):
+    (house.leanrl / "hold").touch()
+    house.tell(1, "wait")
+    environment = os.environ | cluster
+    options = ("--cluster", "slurm", "--cores-per-job", "1")
+    sweep = subprocess.Popen(house.command(*options), stderr=subprocess.PIPE, env=environment)
+    house.wait_for_starts(2)
+    sweep.kill()
+    sweep.wait()
+    (house.leanrl / "hold").unlink()
+    done = house.sweep(*options, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert house.done() == [0, 1, 2]
+    assert len(house.starts()) == 3
+
+
+def test_ctrl_c_cancels_the_jobs_on_slurm(house, cluster):
+    house.tell(0, "hang")
+    environment = os.environ | cluster
+    sweep = subprocess.Popen(house.command("--cluster", "slurm", seeds=1), stderr=subprocess.PIPE, env=environment)
+    house.wait_for_starts(1)
+    sweep.send_signal(signal.SIGINT)
+    assert sweep.wait(60) == 130
+    queue = subprocess.run(["squeue", "--noheader"], env=environment, capture_output=True, text=True)
+    assert queue.stdout == ""
+    assert not house.stand_ins()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": "one"}, "seed"),
+        ({"status": "fine"}, "status"),
+        ({"hardware": {"cpu": "A CPU"}}, "hardware"),
+        ({"sps": "fast"}, "sps"),
+    ],
+)
+def test_lines_that_do_not_fit_the_format_are_refused(tmp_path, change, message):
+    line = {"format": 1, "sweep": "a", "job": "b", "status": "ok", "attempts": 1, "algorithm": "c", "mode": "eager"}
+    line |= {"env_id": "d", "seed": 1, "more": "is welcome"}
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    assert results.read(path) == [line]
+    path.write_text(json.dumps(line) + "\n" + json.dumps(line | change) + "\n")
+    with pytest.raises(results.ResultsError, match=f"line 2: .*{message}"):
+        results.read(path)
