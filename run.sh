@@ -63,7 +63,8 @@ case $command in
     main "leanrl/$name.py" "$@"
     ;;
   test)
-    main -m pytest "$@"
+    # Two at a time, on one thread each (tests/conftest.py).
+    main -m pytest -n 2 --dist loadgroup "$@"
     ;;
   peers)
     install .venv-peers requirements/peers.txt

@@ -4,11 +4,11 @@
 #
 #   bash benchmark/gpu_check.sh [SCRIPT ...]      by default sac_continuous_action td3_continuous_action
 #
-# The sweep's folder is FOLDER, by default sweeps/gpu. Uses .venv if ./run.sh has made one, else the python3 at hand.
+# The sweep's folder is FOLDER, by default a new one in sweeps/. Uses .venv if ./run.sh has made one, else the python3 at hand.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)
-folder=${FOLDER:-sweeps/gpu}
+folder=${FOLDER:-sweeps/gpu-$(date +%m%d-%H%M%S)}
 [ $# -gt 0 ] || set -- sac_continuous_action td3_continuous_action
 export PYTHONUNBUFFERED=1
 
@@ -24,7 +24,10 @@ status=0
 scripts=$(printf ' or %s' "$@")
 modes=(eager twin compile cudagraphs both)
 timeout 240 "$python" -m pytest -m gpu -rs -k "${scripts# or }" || status=1
-timeout 220 "$python" benchmark/sweep.py --scripts "$@" --modes "${modes[@]}" --folder "$folder" || status=1
+timeout 220 "$python" benchmark/sweep.py --scripts "$@" --modes "${modes[@]}" --folder "$folder" || {
+  status=1
+  "$python" benchmark/report.py "$folder" # what there is of it
+}
 for name in "$@"; do
   timeout 40 "$python" benchmark/profile_update.py "${name}_torchcompile" --compile --cudagraphs || status=1
 done

@@ -3,15 +3,18 @@
 import ctypes
 import fcntl
 import json
+import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import psutil
@@ -28,19 +31,19 @@ class Job:
     folder: Path
     command: tuple[str, ...]
     cache: Path
-    """where the compilers keep what they made"""
+    """where the compilers keep what they made; has a file `warm` once a run has ended well"""
     time_limit: float
     """in seconds"""
-    lock: Path
-    """a file that is locked, shared, as long as the run goes on"""
     cores: tuple[int, ...] = ()
     """the cores to stay on, all by default"""
     threads: int | None = None
     """threads of PyTorch, by default its own choice"""
     gpu: str | None = None
     """the GPU to use, as CUDA_VISIBLE_DEVICES names it; by default what the process was given"""
-    owner: tuple[int, float] | None = None
-    """the process, by number and time of creation, with whose end the run is to end"""
+    owner: int | None = None
+    """the process of the sweep, of which this one is a grandchild, and with whose end the run is to end"""
+    lock: Path | None = None
+    """a file that is locked, shared, as long as the run goes on"""
 
 
 class OrphanedError(Exception):
@@ -75,11 +78,12 @@ class GpuSampler:
         self.utilization.append(utilization)
         self.memory.append(memory)
 
-    def totals(self) -> dict[str, float | None]:
-        """The area under the curve of utilisation in seconds, and the most memory in MiB; None without two samples."""
-        if len(self.seconds) < 2:
+    def totals(self, last: float) -> dict[str, float | None]:
+        """The area under the curve of utilisation in the `last` seconds, and the most memory in MiB; None without samples."""
+        inside = [index for index, second in enumerate(self.seconds) if second >= self.seconds[-1] - last]
+        if len(inside) < 2:
             return {"gpu_busy_seconds": None, "gpu_memory_mb": None}
-        busy = float(np.trapezoid(self.utilization, self.seconds))
+        busy = float(np.trapezoid(self.utilization[inside[0] :], self.seconds[inside[0] :]))
         return {"gpu_busy_seconds": round(busy, 2), "gpu_memory_mb": round(max(self.memory) / 2**20, 1)}
 
 
@@ -110,19 +114,24 @@ def episode_curve(runs: Path, start: float) -> dict[str, list]:
     }
 
 
-def alive(owner: tuple[int, float]) -> bool:
-    """Whether the process with this number and time of creation still runs."""
+def orphaned(parent: int, owner: int) -> bool:
+    """Whether submitit's controller, the parent, or its parent, the sweep, has gone: who loses its parent gets another."""
     try:
-        process = psutil.Process(owner[0])
-        return process.create_time() == owner[1] and process.status() != psutil.STATUS_ZOMBIE
+        return os.getppid() != parent or psutil.Process(parent).ppid() != owner
     except psutil.NoSuchProcess:
-        return False
+        return True
+
+
+def tail(path: Path, size: int) -> str:
+    """The last bytes of a file, as text; not read as text, which would make a line of each state of a progress bar."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+        return file.read().decode(errors="replace")
 
 
 def last_lines(log: Path, count: int = 20) -> str:
     """The end of a log, without the states that a progress bar went through."""
-    # Not read as text, which would make a line of each state.
-    lines = log.read_bytes()[-20_000:].decode(errors="replace").rstrip().split("\n")
+    lines = tail(log, 20_000).rstrip().split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines[-count:])
 
 
@@ -135,10 +144,16 @@ def summary_of(stdout: Path) -> dict | None:
     return summary if isinstance(summary, dict) else None
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, where the kernel can: one that dies by SIGKILL cannot."""
+def begin() -> None:
+    """What a run does before it becomes the script: die with its parent, and hear Ctrl+C, which the parent may not."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def stop(*_) -> NoReturn:
+    """End this process in order: the handler of SIGTERM, which submitit would ignore."""
+    raise KeyboardInterrupt
 
 
 def watch(process: subprocess.Popen, job: Job, gpu: GpuSampler) -> str | None:
@@ -146,9 +161,10 @@ def watch(process: subprocess.Popen, job: Job, gpu: GpuSampler) -> str | None:
 
     Raises OrphanedError where the owner has gone.
     """
+    parent = os.getppid()
     end = time.monotonic() + job.time_limit
     while process.poll() is None:
-        if job.owner and not alive(job.owner):
+        if job.owner and orphaned(parent, job.owner):
             raise OrphanedError
         if time.monotonic() > end:
             return f"took longer than {job.time_limit:.0f} s"
@@ -158,25 +174,37 @@ def watch(process: subprocess.Popen, job: Job, gpu: GpuSampler) -> str | None:
     return None
 
 
+def judge(job: Job, code: int, stdout: Path) -> tuple[str | None, dict]:
+    """Why a run that ended with this status failed, None if it did not, and its summary."""
+    summary = summary_of(stdout)
+    if code < 0:
+        known = -code in set(signal.Signals)
+        return f"killed by {signal.Signals(-code).name if known else f'signal {-code}'}", {}
+    if code:
+        return f"exit status {code}", {}
+    return (None, summary) if summary else ("printed no summary", {})
+
+
 def run_job(job: Job) -> None:
     """Run the command of a job to its end or its time limit, and write outcome.json: all of it, or nothing."""
     if job.cores:
         os.sched_setaffinity(0, job.cores)
-    # submitit ignores SIGTERM, with which a cluster asks a job to leave.
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    signal.signal(signal.SIGTERM, stop)
     # NVML numbers GPUs in the order of the bus, CUDA would number them by speed.
-    env = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONUNBUFFERED": "1"}
+    env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | os.environ | {"PYTHONUNBUFFERED": "1"}
     env |= {f"{compiler}_CACHE_DIR": str(job.cache) for compiler in ("TORCHINDUCTOR", "TRITON")}
     env |= {"OMP_NUM_THREADS": str(job.threads)} if job.threads else {}
     env |= {"CUDA_VISIBLE_DEVICES": job.gpu} if job.gpu else {}
-    cold_start = not (job.cache.is_dir() and any(job.cache.iterdir()))
+    cold_start = not (job.cache / "warm").exists()
     stdout, log = job.folder / "stdout.txt", job.folder / "log.txt"
-    with job.lock.open("a") as lock, stdout.open("wb") as out, log.open("wb") as err:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        options = {"cwd": job.folder, "env": env, "start_new_session": True, "preexec_fn": die_with_parent}
-        streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+    shutil.rmtree(job.folder / "runs", ignore_errors=True)  # of a job that Slurm has put back into its queue
+    with ExitStack() as files:
+        if job.lock:
+            fcntl.flock(files.enter_context(job.lock.open("a+")), fcntl.LOCK_SH)
+        streams = {"stdout": files.enter_context(stdout.open("wb")), "stderr": files.enter_context(log.open("wb"))}
+        options = {"stdin": subprocess.DEVNULL, "cwd": job.folder, "start_new_session": True, "preexec_fn": begin}
         start = time.time()
-        process = subprocess.Popen(job.command, **streams, **options)
+        process = subprocess.Popen(job.command, env=env, **streams, **options)
         try:
             gpu = GpuSampler(env.get("CUDA_VISIBLE_DEVICES"))
             reason = watch(process, job, gpu)
@@ -187,19 +215,19 @@ def run_job(job: Job) -> None:
                 os.killpg(process.pid, signal.SIGKILL)  # its helpers, too, if it left any
             code = process.wait()
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        summary = summary_of(stdout)
-        if reason is None and code:
-            reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        elif reason is None and summary is None:
-            reason = "printed no summary"
-        if reason:
+        failure, summary = judge(job, code, stdout)
+        if reason := reason or failure:
             outcome = {"status": "failed", "reason": reason, "log": last_lines(log)}
         else:
             gpu_seconds, gpu_utilization = (column.round(2).tolist() for column in grouped(gpu.seconds, gpu.utilization))
             curve = episode_curve(job.folder / "runs", start)
             curve |= {"gpu_seconds": gpu_seconds, "gpu_utilization": gpu_utilization}
-            outcome = {"status": "ok", "summary": summary, "curve": curve, "cold_start": cold_start}
-            outcome |= {"cpu_busy_seconds": round(usage.ru_utime + usage.ru_stime, 2), **gpu.totals()}
+            trained = (summary.get("wall_seconds") or math.inf) - (summary.get("startup_seconds") or 0)
+            threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else None
+            outcome = {"status": "ok", "cold_start": cold_start, "threads": threads, **gpu.totals(trained)}
+            outcome |= {"cpu_busy_seconds": round(usage.ru_utime + usage.ru_stime, 2), "summary": summary, "curve": curve}
+            job.cache.mkdir(parents=True, exist_ok=True)
+            (job.cache / "warm").touch()
         new = job.folder / "outcome.json.new"
         new.write_text(json.dumps(outcome))
         new.rename(job.folder / "outcome.json")

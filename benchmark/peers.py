@@ -1,12 +1,13 @@
 """Train one algorithm with Stable-Baselines3 or SBX and print a summary like those of the scripts.
 
-    python benchmark/peers.py {sb3,sbx} SCRIPT ENV_ID SEED TOTAL_TIMESTEPS
+    python benchmark/peers.py {sb3,sbx} SCRIPT --env-id=ID --seed=N --total-timesteps=N [--learning-starts=N]
 
 Same task and networks, same batches and number of gradient steps as the scripts have by default; everything else is the
 library's default. PPO goes without the normalisation that the script has, which saves the libraries time. SPS counts from a
 step at which everything is compiled: JAX does so when it learns for the first time.
 """
 
+import argparse
 import importlib
 import json
 import os
@@ -17,17 +18,20 @@ from importlib import metadata
 from pathlib import Path
 
 import gymnasium as gym
+import jax
+import torch
 from stable_baselines3.common.callbacks import BaseCallback
 
 PACKAGES = {"sb3": "stable_baselines3", "sbx": "sbx"}
-OFF_POLICY = {"learning_starts": 1000, "train_freq": 1, "gradient_steps": 1, "batch_size": 256}
-OFF_POLICY |= {"policy_kwargs": {"net_arch": [256, 256]}}
+OFF_POLICY = {"train_freq": 1, "gradient_steps": 1, "batch_size": 256, "policy_kwargs": {"net_arch": [256, 256]}}
 ON_POLICY = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10}
 ON_POLICY |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}
-# The class, its options, and the step at which the clock starts.
+# The libraries advise the CPU for PPO on small networks.
+ON_POLICY |= {"device": "cpu"}
+# The class, its options, and the step at which the clock starts, counted from the first that learns.
 ALGORITHMS = {
-    "sac_continuous_action": ("SAC", OFF_POLICY, 1500),
-    "td3_continuous_action": ("TD3", OFF_POLICY, 1500),
+    "sac_continuous_action": ("SAC", OFF_POLICY, 500),
+    "td3_continuous_action": ("TD3", OFF_POLICY, 500),
     "ppo_continuous_action": ("PPO", ON_POLICY, 2 * 2048 + 1),
 }
 
@@ -37,7 +41,7 @@ class Stopwatch(BaseCallback):
 
     def __init__(self, start: int):
         super().__init__()
-        self.start = start
+        self.start, self.started = start, None
 
     def _on_step(self) -> bool:
         if self.num_timesteps == self.start:
@@ -47,29 +51,36 @@ class Stopwatch(BaseCallback):
 
 def main() -> None:
     begin = time.perf_counter()
-    peer, script, env_id, seed, total_timesteps = *sys.argv[1:4], *map(int, sys.argv[4:])
-    algorithm, options, start = ALGORITHMS[script]
-    # The libraries advise the CPU for PPO on small networks.
-    options = options | ({"device": "cpu"} if algorithm == "PPO" else {})
-    library = importlib.import_module(PACKAGES[peer])
-    model = getattr(library, algorithm)("MlpPolicy", gym.make(env_id), seed=seed, **options)
-    stopwatch = Stopwatch(start)
-    model.learn(total_timesteps, callback=stopwatch)
-    elapsed = time.perf_counter() - stopwatch.started
+    parser = argparse.ArgumentParser()
+    parser.add_argument("peer", choices=PACKAGES)
+    parser.add_argument("script", choices=ALGORITHMS)
+    parser.add_argument("--env-id", required=True)
+    for name, default in (("--seed", None), ("--total-timesteps", None), ("--learning-starts", 0)):
+        parser.add_argument(name, type=int, default=default, required=default is None)
+    args = parser.parse_args()
+    algorithm, options, start = ALGORITHMS[args.script]
+    options = options | ({"learning_starts": args.learning_starts} if args.learning_starts else {})
+    library = importlib.import_module(PACKAGES[args.peer])
+    model = getattr(library, algorithm)("MlpPolicy", gym.make(args.env_id), seed=args.seed, **options)
+    stopwatch = Stopwatch(args.learning_starts + start)
+    model.learn(args.total_timesteps, callback=stopwatch)
+    elapsed = time.perf_counter() - stopwatch.started if stopwatch.started else None
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
     cpu = next((line.partition(": ")[2] for line in cpuinfo if line.startswith("model name")), platform.processor())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     packages = ("stable-baselines3", "sbx-rl", "torch", "jax", "gymnasium", "mujoco")
     summary = {
-        "script": peer,
-        "env_id": env_id,
-        "seed": seed,
-        "total_timesteps": total_timesteps,
-        "sps": (total_timesteps - start) / elapsed,
+        "script": args.peer,
+        "env_id": args.env_id,
+        "seed": args.seed,
+        "total_timesteps": args.total_timesteps,
+        "sps": (args.total_timesteps - stopwatch.start) / elapsed if elapsed else None,
         "startup_seconds": None,
         "wall_seconds": time.perf_counter() - begin,
+        "device": str(model.device) if args.peer == "sb3" else jax.default_backend(),
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
-        "hardware": {"cpu": cpu, "cores": cores, "gpu": None},
+        "hardware": {"cpu": cpu, "cores": cores, "gpu": gpu},
     }
     print(json.dumps(summary))
 

@@ -39,7 +39,7 @@ def by(lines: list[dict], *keys: str) -> dict[tuple, list[dict]]:
     """The lines by their values of these keys, in the order in which these first occur."""
     groups: dict[tuple, list[dict]] = {}
     for line in lines:
-        groups.setdefault(tuple(line[key] for key in keys), []).append(line)
+        groups.setdefault(tuple(line.get(key) for key in keys), []).append(line)
     return groups
 
 
@@ -60,10 +60,15 @@ def spread(values: list[float]) -> str:
     return median if len(values) == 1 else f"{median} ({min(values):.0f}-{max(values):.0f})"
 
 
-def median_of(lines: list[dict], key: str, digits: int = 1) -> str:
+def median_of(lines: list[dict], key: str) -> str:
     """The median of a figure over the lines that have it, or nothing."""
     values = [line[key] for line in lines if line.get(key) is not None]
-    return f"{statistics.median(values):.{digits}f}" if values else ""
+    return f"{statistics.median(values):.1f}" if values else ""
+
+
+def busy_per_million(line: dict) -> float:
+    """The seconds that the GPU is busy in a million agent steps of a run."""
+    return line["gpu_busy_seconds"] / line["total_timesteps"] * 1e6
 
 
 def machine_of(line: dict) -> tuple:
@@ -108,9 +113,10 @@ def speed_table(lines: list[dict]) -> str:
     """Agent steps per second of each algorithm and mode: median and range, ratios, start-up cold and warm, GPU seconds."""
     timed = [line for line in lines if line.get("sps")]
     on_gpu = any(line.get("gpu_busy_seconds") for line in timed)
-    several = len(by(timed, "env_id", "algorithm")) > len(by(timed, "algorithm"))
+    groups = by(timed, "algorithm", "env_id", "steps")
+    several = len(groups) > len(by(timed, "algorithm"))
     rows = []
-    for (algorithm, env_id), group in by(timed, "algorithm", "env_id").items():
+    for (algorithm, env_id, steps), group in groups.items():
         modes = {mode: lines for (mode,), lines in by(group, "mode").items()}
         medians = {mode: statistics.median(line["sps"] for line in lines) for mode, lines in modes.items()}
         for mode in in_order(modes):
@@ -118,13 +124,9 @@ def speed_table(lines: list[dict]) -> str:
             ratios = [f"{medians[mode] / medians[base]:.2f}" if base in medians else "" for base in ("eager", "sbx")]
             startup = [[line for line in runs if line.get("cold_start") is cold] for cold in (True, False)]
             startup = [median_of(part, "startup_seconds") for part in startup]
-            per_million = [
-                {"busy": line["gpu_busy_seconds"] / line["total_timesteps"] * 1e6}
-                for line in runs
-                if line.get("gpu_busy_seconds") is not None
-            ]
-            name = f"{algorithm}{f', {env_id}' if several else ''}: {MODES[mode]}"
-            gpu = [median_of(per_million, "busy", 0)] if on_gpu else []
+            busy = [busy_per_million(line) for line in runs if line.get("gpu_busy_seconds") is not None]
+            name = f"{algorithm}{f', {env_id}, {steps:,} steps' if several else ''}: {MODES[mode]}"
+            gpu = [f"{statistics.median(busy):.0f}" if busy else ""] if on_gpu else []
             rows.append([name, spread([line["sps"] for line in runs]), *ratios, *startup, *gpu])
     header = ["", "steps/s, median (range)", "x eager", "x SBX", "start-up cold, s", "warm, s"]
     return markdown([*header, *(["GPU-busy s per 1M steps"] if on_gpu else [])], rows)
@@ -134,7 +136,8 @@ def speed_table(lines: list[dict]) -> str:
 def learning_table(lines: list[dict]) -> str:
     """Returns of training: the last 10 episodes of each seed, and the mean of the last 100 over the seeds."""
     rows = []
-    for (script, env_id, steps), runs in by(lines, "script", "env_id", "total_timesteps").items():
+    trained = [line for line in lines if "episodic_return" in line]
+    for (script, env_id, steps), runs in by(trained, "script", "env_id", "total_timesteps").items():
         last = ", ".join(f"{line['episodic_return_10']:.0f}" for line in runs if line["episodic_return_10"] is not None)
         rows.append([f"{script}, {env_id}", f"{steps:,}", last, mean_return(runs)])
     return markdown(["", "steps", "return, last 10 episodes, by seed", "last 100, mean of seeds"], rows)
@@ -174,7 +177,7 @@ def tricks_table(lines: list[dict]) -> str:
 TABLES = {
     "speed": (speed_table, results.read),
     "learning": (learning_table, results.read),
-    "curve": (curve_table, lambda path: results.read(path, results.Curve)),
+    "curve": (curve_table, lambda path: results.read(path, curves=True)),
     "tricks": (tricks_table, lambda path: [json.loads(line) for line in path.read_text().splitlines()]),
 }
 
@@ -223,9 +226,11 @@ def below(lines: list[dict]) -> str:
 
 def plot_speed(lines: list[dict]):
     """Bars of agent steps per second by mode, the range over runs as whiskers; a panel an algorithm and environment."""
-    groups = by([line for line in lines if line.get("sps")], "algorithm", "env_id")
+    groups = by([line for line in lines if line.get("sps")], "algorithm", "env_id", "steps")
+    if not groups:
+        return None
     figure, axes = panels(len(groups), "Agent steps per second: median, range, ratio to eager")
-    for axis, ((algorithm, env_id), group) in zip(axes, groups.items(), strict=False):
+    for axis, ((algorithm, env_id, _), group) in zip(axes, groups.items(), strict=False):
         modes = {mode: [line["sps"] for line in runs] for (mode,), runs in by(group, "mode").items()}
         names = in_order(modes)[::-1]
         medians = np.array([statistics.median(modes[mode]) for mode in names])
@@ -246,24 +251,31 @@ def plot_returns(lines: list[dict], curves: list[dict], key: str):
     """Return of training episodes against `key`, step or seconds: mean and range over seeds; a panel a task."""
     curve_of = {(curve["sweep"], curve["job"]): curve for curve in curves if len(curve["step"]) > 1}
     drawn = [line for line in lines if (line["sweep"], line["job"]) in curve_of]
-    groups = by(drawn, "algorithm", "env_id")
+    groups = by(drawn, "algorithm", "env_id", "steps")
     if not groups:
         return None
     axis_name = {"step": "agent steps", "seconds": "seconds, start-up included"}[key]
     figure, axes = panels(len(groups), f"Return of training episodes against {axis_name}: mean and range over seeds")
-    for axis, ((algorithm, env_id), group) in zip(axes, groups.items(), strict=False):
+    for axis, ((algorithm, env_id, _), group) in zip(axes, groups.items(), strict=False):
         modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
         for mode in in_order(modes):
             runs = [curve_of[line["sweep"], line["job"]] for line in modes[mode]]
-            # Only where each seed has episodes: a mean over fewer would jump.
-            grid = np.linspace(max(run[key][0] for run in runs), min(run[key][-1] for run in runs), 100)
-            values = np.stack([np.interp(grid, run[key], run["episodic_return"]) for run in runs])
-            axis.plot(grid, values.mean(axis=0), color=COLOURS[mode], label=label(mode))
-            axis.fill_between(grid, values.min(axis=0), values.max(axis=0), color=COLOURS[mode], alpha=0.2, linewidth=0)
+            # Only where each seed has episodes, for a mean over fewer would jump; and by steps also against time, of which
+            # the mean is taken: a seed that had to compile is through its first episodes when others are at their end.
+            low, high = max(run["step"][0] for run in runs), min(run["step"][-1] for run in runs)
+            if low >= high:
+                continue
+            grid = np.linspace(low, high, 100)
+            values = np.stack([np.interp(grid, run["step"], run["episodic_return"]) for run in runs])
+            seconds = np.stack([np.interp(grid, run["step"], run["seconds"]) for run in runs])
+            x = grid if key == "step" else seconds.mean(axis=0)
+            axis.plot(x, values.mean(axis=0), color=COLOURS[mode], label=label(mode))
+            axis.fill_between(x, values.min(axis=0), values.max(axis=0), color=COLOURS[mode], alpha=0.2, linewidth=0)
         axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
         axis.set_xlabel(axis_name)
         axis.set_ylabel("return")
-        axis.legend(frameon=False, fontsize=8)
+        if axis.lines:
+            axis.legend(frameon=False, fontsize=8)
     figure.supxlabel(below(lines), fontsize=8, color="#555555")
     return figure
 
@@ -271,23 +283,24 @@ def plot_returns(lines: list[dict], curves: list[dict], key: str):
 def plot_gpu(lines: list[dict], curves: list[dict]):
     """GPU utilisation over the first run of each mode; a panel an algorithm and environment. None without a GPU."""
     curve_of = {(curve["sweep"], curve["job"]): curve for curve in curves if curve["gpu_seconds"]}
-    groups = by([line for line in lines if (line["sweep"], line["job"]) in curve_of], "algorithm", "env_id")
+    drawn = [line for line in lines if (line["sweep"], line["job"]) in curve_of and line.get("gpu_busy_seconds") is not None]
+    groups = by(drawn, "algorithm", "env_id", "steps")
     if not groups:
         return None
-    figure, axes = panels(len(groups), "GPU utilisation, and GPU-busy seconds per million steps")
-    for axis, ((algorithm, env_id), group) in zip(axes, groups.items(), strict=False):
-        modes = {mode: runs[0] for (mode,), runs in by(group, "mode").items()}
+    figure, axes = panels(len(groups), "GPU utilisation in a run, and the median of GPU-busy seconds per million steps")
+    for axis, ((algorithm, env_id, _), group) in zip(axes, groups.items(), strict=False):
+        modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
         for mode in in_order(modes):
-            run = modes[mode]
-            curve = curve_of[run["sweep"], run["job"]]
-            busy = run["gpu_busy_seconds"] / run["total_timesteps"] * 1e6
+            curve = curve_of[modes[mode][-1]["sweep"], modes[mode][-1]["job"]]  # the last: the first has compiled
+            busy = statistics.median(map(busy_per_million, modes[mode]))
             percent = 100 * np.array(curve["gpu_utilization"])
             axis.plot(curve["gpu_seconds"], percent, color=COLOURS[mode], label=f"{label(mode)}: {busy:,.0f} s")
         axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
         axis.set_xlabel("seconds, start-up included")
         axis.set_ylabel("utilisation, %")
-        axis.set_ylim(0, 100)
-        axis.legend(frameon=False, fontsize=8)
+        axis.set_ylim(0, 140)  # room for the legend
+        axis.set_yticks(range(0, 101, 20))
+        axis.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
     figure.supxlabel(below(lines), fontsize=8, color="#555555")
     return figure
 
@@ -300,6 +313,15 @@ PLOTS = {
 }
 
 
+def save(figure, path: Path) -> None:
+    """Write a figure as a PNG file, and let go of it."""
+    import matplotlib.pyplot as plt
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def write_plots(lines: list[dict], curves: list[dict], folder: Path) -> list[Path]:
     """Write the plots that these results allow, for each machine its own; returns where they are."""
     paths = []
@@ -307,8 +329,7 @@ def write_plots(lines: list[dict], curves: list[dict], folder: Path) -> list[Pat
         for kind, plot in PLOTS.items():
             if figure := plot(group, curves):
                 paths.append(folder / (f"machine{number + 1}-{kind}.png" if number else f"{kind}.png"))
-                folder.mkdir(parents=True, exist_ok=True)
-                figure.savefig(paths[-1], dpi=110)
+                save(figure, paths[-1])
     return paths
 
 
@@ -319,7 +340,7 @@ def report_folder(folder: Path) -> None:
     failed = [line for line in lines if line["status"] == "failed"]
     for line in failed:
         print(f"\nfailed: {line['job']}: {line['reason']}")
-    curves = results.read(folder / "curves.jsonl", results.Curve)
+    curves = results.read(folder / "curves.jsonl", curves=True)
     paths = write_plots(lines, curves, folder / "plots")
     print(f"\nresults: {folder / 'results.jsonl'}\nplots: {', '.join(str(path) for path in paths)}")
 
@@ -332,11 +353,16 @@ def report_published() -> None:
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         path.write_text(render(path.read_text()))
         for image, name, kind in sorted({match.groups() for match in SHOWN.finditer(path.read_text())}):
-            lines = results.read(PUBLISHED / f"{name}.jsonl")
-            [group] = machines(lines)
+            groups = machines(results.read(PUBLISHED / f"{name}.jsonl"))
+            if len(groups) != 1:
+                raise results.ResultsError(
+                    f"{PUBLISHED / name}.jsonl: a plot needs the runs of one machine, not of {len(groups)}"
+                )
             curves = PUBLISHED / f"{name}.curves.jsonl"
-            figure = PLOTS[kind](group, results.read(curves, results.Curve) if curves.exists() else [])
-            figure.savefig(ROOT / "docs" / "plots" / image, dpi=110)
+            figure = PLOTS[kind](groups[0], results.read(curves, curves=True) if curves.exists() else [])
+            if figure is None:
+                raise results.ResultsError(f"{PUBLISHED / name}.jsonl: has nothing for a plot of kind {kind}")
+            save(figure, ROOT / "docs" / "plots" / image)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,20 @@
 """The format of the files of results, and how they are read and appended to.
 
-A sweep writes two files of JSON lines. In `results.jsonl` a line is a run: the keys of `Result`, and what else the run's
-summary holds. In `curves.jsonl` a line is what one run showed over time: the keys of `Curve`. Both are read with every line
-checked, and appended to so that neither a full disk nor a killed process leaves half a line behind for good.
+A sweep writes two files of JSON lines. In `results.jsonl` a line is a run: the keys of `Done`, and what else the run's summary
+holds, or the keys of `Failed`. In `curves.jsonl` a line is what one run showed over time: the keys of `Curve`. Both are
+checked line by line on reading and before writing, and appended to so that neither a full disk nor a killed process leaves
+half a line behind for good.
 """
 
 import json
 import os
 from pathlib import Path
-from typing import Literal, NotRequired, TypedDict
+from typing import Literal, TypedDict
 
-from typeguard import TypeCheckError, check_type
+from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 FORMAT = 1  # of both files; grows with every change that an older reader would misread
+Mode = Literal["eager", "twin", "compile", "cudagraphs", "both", "sb3", "sbx"]
 
 
 class Hardware(TypedDict):
@@ -23,40 +25,57 @@ class Hardware(TypedDict):
     gpu: str | None
 
 
-class Result(TypedDict):
-    """A run. `job` names it within its sweep: script, mode, environment, steps and seed."""
+class Run(TypedDict):
+    """What every line of a run has. `job` names it within its sweep: script, mode, environment, steps and seed."""
 
-    format: Literal[1]
+    format: int
     sweep: str
     job: str
-    status: Literal["ok", "failed"]
     attempts: int
     algorithm: str  # the eager script
-    mode: str  # a key of sweep.MODES
+    mode: Mode
     env_id: str
     seed: int
-    # Of a run that failed: why, and the end of its log.
-    reason: NotRequired[str]
-    log: NotRequired[str]
-    # Of a run that is ok, from here on.
-    total_timesteps: NotRequired[int]
-    sps: NotRequired[float | None]  # agent steps per second, None where the run was too short to tell
-    startup_seconds: NotRequired[float | None]
-    episodic_return: NotRequired[float | None]
-    episodic_return_10: NotRequired[float | None]
-    cold_start: NotRequired[bool]  # the compilers' caches were empty
-    cpu_busy_seconds: NotRequired[float | None]  # processor time of the run, user and system
-    gpu_busy_seconds: NotRequired[float | None]  # area under the curve of GPU utilisation; None without a GPU
-    gpu_memory_mb: NotRequired[float | None]  # the most that was in use on the GPU
-    hardware: NotRequired[Hardware]
-    versions: NotRequired[dict[str, str | None]]
-    git_commit: NotRequired[str | None]
+
+
+class Done(Run):
+    """A run that ended well: what the summary says, and what was measured around it."""
+
+    status: Literal["ok"]
+    script: str
+    total_timesteps: int
+    sps: float | None  # agent steps per second, None where the run was too short to tell
+    startup_seconds: float | None
+    versions: dict[str, str | None]
+    hardware: Hardware
+
+
+class Failed(Run):
+    """A run that did not end well, with the reason and the end of its log."""
+
+    status: Literal["failed"]
+    reason: str
+    log: str
+
+
+class Measured(TypedDict, total=False):
+    """What a run that ended well has besides, unless it was made by hand or with another library."""
+
+    steps: int  # asked for: a run may end a little earlier
+    cold_start: bool  # the compilers had not compiled this script in this mode before
+    threads: int | None  # OMP_NUM_THREADS, None where PyTorch chose
+    cpu_busy_seconds: float  # processor time of the run
+    gpu_busy_seconds: float | None  # area under the curve of GPU utilisation, start-up left out; None without a GPU
+    gpu_memory_mb: float | None  # the most that was in use on the GPU
+    episodic_return: float | None
+    episodic_return_10: float | None
+    git_commit: str | None
 
 
 class Curve(TypedDict):
     """What the run `job` showed over time. Seconds count from the start of its process, compilation included."""
 
-    format: Literal[1]
+    format: int
     sweep: str
     job: str
     # Training episodes, in at most 100 groups of as many: where each group ended, and its mean return.
@@ -68,63 +87,80 @@ class Curve(TypedDict):
     gpu_utilization: list[float]
 
 
+class FormatError(ValueError):
+    """A line of another version of the format."""
+
+
 class ResultsError(ValueError):
     """A file that does not hold what it should; the message names file and line."""
 
 
-def parse(line: str | bytes, kind: type) -> dict:
-    """The dictionary in one line of a file of `kind`, Result or Curve. Raises ValueError, and says what is wrong."""
-    content = json.loads(line)
-    version = content.get("format") if isinstance(content, dict) else None
-    if version != FORMAT:
-        raise ValueError(f"has format {version}, and this version reads format {FORMAT}")
+def check(line: object, curve: bool = False) -> None:
+    """Raise ValueError, with one line that says why, unless this is a line of results, or of curves.
+
+    Of another format, it is a FormatError.
+    """
+    if not isinstance(line, dict) or "format" not in line:
+        raise ValueError("is no line of results")
+    if line["format"] != FORMAT:
+        raise FormatError(f"has format {line['format']}, and this version reads format {FORMAT}")
+    kinds = [Curve] if curve else [Failed] if line.get("status") == "failed" else [Done, Measured]
     try:
-        # Keys beyond those of the format are welcome: a summary may say more.
-        check_type({key: value for key, value in content.items() if key in kind.__annotations__}, kind)
+        for kind in kinds:
+            # Keys beyond those of the format are welcome: a summary may say more.
+            known = {key: value for key, value in line.items() if key in kind.__annotations__}
+            check_type(known, kind, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
     except TypeCheckError as error:
-        raise ValueError(str(error)) from None
-    return content
+        raise ValueError(" ".join(str(error).split())) from None
+    for keys in (("step", "seconds", "episodic_return"), ("gpu_seconds", "gpu_utilization")) if curve else ():
+        if len({len(line[key]) for key in keys}) > 1:
+            raise ValueError(f"has lists of several lengths: {', '.join(keys)}")
 
 
-def read(path: Path, kind: type = Result) -> list[dict]:
-    """All lines of a file of results. Raises ResultsError where a line is not what it should be."""
+def read(path: Path, curves: bool = False) -> list[dict]:
+    """All lines of a file of results, or of curves. Raises ResultsError where a line is not what it should be."""
     lines = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, content in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            lines.append(parse(line, kind))
+            lines.append(json.loads(content))
+            check(lines[-1], curves)
         except ValueError as error:
             raise ResultsError(f"{path}, line {number}: {error}") from None
     return lines
 
 
-def recover(path: Path, kind: type = Result) -> list[dict]:
-    """All lines of a file that may not exist, or whose last line may be cut off: that one is left out.
+def recover(path: Path, curves: bool = False) -> list[dict]:
+    """All lines of a file that may not exist, and whose last line may be the remains of a write: that one is left out.
 
-    Raises ResultsError where another line is not what it should be.
+    Raises ResultsError where another line is not what it should be, or the last is one of another format.
     """
-    try:
-        *whole, rest = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
+    if not path.exists():
         return []
+    contents = path.read_bytes().rstrip(b"\n").split(b"\n")
     lines = []
-    for number, line in enumerate(whole, start=1):
+    for number, content in enumerate(contents, start=1):
         try:
-            lines.append(parse(line, kind))
+            line = json.loads(content)
+            check(line, curves)
         except ValueError as error:
-            # Not JSON, and nothing after it: the remains of a write. Another format is somebody's results.
-            if number == len(whole) and not rest and isinstance(error, json.JSONDecodeError):
+            if number == len(contents) and not isinstance(error, FormatError):
                 break
             raise ResultsError(f"{path}, line {number}: {error}") from None
+        lines.append(line)
     return lines
 
 
 def replace(path: Path, lines: list[dict]) -> None:
     """Write the file anew: the old one stays until the new one is whole."""
     new = path.with_name(f"{path.name}.new")
-    with new.open("w") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with new.open("w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        new.unlink()
+        raise
     new.replace(path)
 
 

@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
@@ -33,12 +33,11 @@ from uuid import uuid4
 
 import cloudpickle
 import job as job_module
-import psutil
 import report
 import results
 import submitit
 import tyro
-from job import Job, run_job
+from job import Job, run_job, tail
 
 ROOT = Path(__file__).resolve().parent.parent
 # The suffix of the script and its flags; of a library, None.
@@ -55,6 +54,7 @@ PEERS = ("sb3", "sbx")
 CUDA_MODES = ("cudagraphs", "both")
 LEAST_FREE = 64 * 2**20  # bytes: less than what one compiled run writes
 ATTEMPTS = 2
+SLURM_PATIENCE = 90  # seconds
 # States of Slurm jobs that come to nothing more; GONE is ours, for those that Slurm has forgotten.
 SLURM_ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "GONE"}
 SLURM_ENDED |= {"NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
@@ -62,19 +62,19 @@ SLURM_ENDED |= {"NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
 
 @dataclass(frozen=True)
 class Task:
-    """What a script does in each profile: agent steps, and options for the two short ones."""
+    """What a script does in each profile: agent steps, and those with random actions before it learns."""
 
     quick: int
     speed: int
     full: int
-    options: tuple[str, ...] = ()
+    learning_starts: int | None = None
+    """in the profile full; at most 1000 in the others, for SPS counts from the first step that learns"""
     atari: bool = False
 
 
-# SPS counts from the first step that learns, so that random actions at the start only cost time.
 TASKS = {
-    "sac_continuous_action": Task(quick=3000, speed=6000, full=1_000_000, options=("--learning-starts=1000",)),
-    "td3_continuous_action": Task(quick=3000, speed=6000, full=1_000_000, options=("--learning-starts=1000",)),
+    "sac_continuous_action": Task(quick=3000, speed=6000, full=1_000_000, learning_starts=5_000),
+    "td3_continuous_action": Task(quick=3000, speed=6000, full=1_000_000, learning_starts=25_000),
     "ppo_continuous_action": Task(quick=20 * 2048, speed=30 * 2048, full=1_000_000),
     "ppo_atari_envpool": Task(quick=8 * 1024, speed=12 * 1024, full=10_000_000, atari=True),
 }
@@ -116,8 +116,8 @@ class Args:
     """the interpreter of an environment with requirements/peers.txt (./run.sh peers gives it)"""
     folder: Path | None = None
     """the sweep's folder, by default sweeps/<profile>-<commit>"""
-    workers: int | None = None
-    """runs at a time, each with its share of the cores and a GPU: 1 by default, on a cluster as many as it lets"""
+    workers: int = 1
+    """runs at a time, each with its share of the cores and a GPU; 1 by default"""
     time_limit: float | None = None
     """minutes after which a run counts as hanging"""
     cluster: str = "local"
@@ -129,7 +129,7 @@ class Args:
     cores_per_job: int = 2
     """cores that a Slurm job asks for"""
     slurm_options: dict[str, str] = field(default_factory=dict)
-    """further options of sbatch, such as: account NAME qos NAME exclusive true"""
+    """further options of sbatch, such as: account NAME exclusive true"""
 
 
 def refuse(message: str) -> NoReturn:
@@ -146,23 +146,23 @@ class Run:
     mode: str
     env_id: str
     seed: int
-    total_timesteps: int
-    options: tuple[str, ...]
+    steps: int
+    learning_starts: int | None
 
     @property
     def name(self) -> str:
-        parts = (self.algorithm, self.mode, self.env_id.replace("/", "_"), self.total_timesteps, f"seed{self.seed}")
+        parts = (self.algorithm, self.mode, self.env_id.replace("/", "_"), self.steps, f"seed{self.seed}")
         return "-".join(map(str, parts))
 
     def command(self, args: Args) -> tuple[str, ...]:
         """The command that does it."""
+        values = {"env-id": self.env_id, "seed": self.seed, "total-timesteps": self.steps}
+        values |= {} if self.learning_starts is None else {"learning-starts": self.learning_starts}
+        options = [f"--{name}={value}" for name, value in values.items()]
         if self.mode in PEERS:
-            peer = (str(args.peers.absolute()), str(ROOT / "benchmark" / "peers.py"), self.mode, self.algorithm, self.env_id)
-            return (*peer, str(self.seed), str(self.total_timesteps))
+            return (str(args.peers.absolute()), str(ROOT / "benchmark" / "peers.py"), self.mode, self.algorithm, *options)
         suffix, flags = MODES[self.mode]
-        script = str(ROOT / "leanrl" / f"{self.algorithm}{suffix}.py")
-        values = (f"--env-id={self.env_id}", f"--seed={self.seed}", f"--total-timesteps={self.total_timesteps}")
-        return (sys.executable, script, *flags, *self.options, *values)
+        return (sys.executable, str(ROOT / "leanrl" / f"{self.algorithm}{suffix}.py"), *flags, *options)
 
 
 def check_args(args: Args) -> None:
@@ -172,18 +172,22 @@ def check_args(args: Args) -> None:
         for value in (given,) if isinstance(given, str) else given:
             if value not in known:
                 refuse(f"--{name} takes {', '.join(known)}; got {value}")
-    for name, least in (("workers", 1), ("time_limit", 0), ("total_timesteps", 1), ("gpus_per_job", 0), ("cores_per_job", 1)):
+    least = {"workers": 1, "total_timesteps": 1, "time_limit": 0.01, "gpus_per_job": 0, "cores_per_job": 1}
+    for name, low in least.items():
         value = getattr(args, name)
-        if value is not None and not (value >= least and value < float("inf")):
-            refuse(f"--{name.replace('_', '-')} takes a number from {least}, got {value}")
+        if value is not None and not (low <= value < float("inf")):
+            refuse(f"--{name.replace('_', '-')} takes a number from {low}, got {value}")
+    if args.peers and not os.access(args.peers, os.X_OK):
+        refuse(f"--peers takes a Python interpreter, got {args.peers}")
     if not args.peers and set(args.modes or ()) & set(PEERS):
         refuse("--modes sb3 and sbx need --peers: use ./run.sh peers")
 
 
 def visible_gpus(args: Args) -> list[str]:
-    """The GPUs that runs may use, as CUDA_VISIBLE_DEVICES names them; on a cluster those of one job, which Slurm names."""
+    """The GPUs that runs may use, as CUDA_VISIBLE_DEVICES names them; on a cluster Slurm names those of a job."""
     if args.cluster == "slurm":
-        return ["by Slurm"] * args.gpus_per_job
+        return list(map(str, range(args.gpus_per_job)))
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order in which NVML numbers them
     import torch  # takes two seconds, which a bad argument need not
 
     count = torch.cuda.device_count()
@@ -191,35 +195,71 @@ def visible_gpus(args: Args) -> list[str]:
     return named.split(",")[:count] if named else list(map(str, range(count)))
 
 
+def runnable(mode: str, args: Args, gpus: list[str]) -> bool:
+    """Whether this machine can run a mode; tells why not."""
+    reason = None
+    if mode in CUDA_MODES and not gpus:
+        reason = (
+            "needs CUDA: --gpus-per-job asks for GPUs" if args.cluster == "slurm" else "needs CUDA, and there is no device"
+        )
+    elif mode == "compile" and not gpus and args.cluster == "local":
+        compilers = (os.environ.get("CXX") or "g++", "clang++")
+        reason = None if any(map(shutil.which, compilers)) else "needs a C++ compiler such as g++"
+    if reason:
+        print(f"skipped: {mode} {reason}", file=sys.stderr)
+    return reason is None
+
+
 def select(args: Args, gpus: list[str]) -> list[Run]:
-    """The runs asked for, in the order in which they are to start; tells which modes this machine has to skip."""
+    """The runs asked for, in the order in which they are to start."""
     profile = PROFILES[args.profile]
     modes = (*(profile.modes if args.modes is None else args.modes), *(PEERS if args.peers and args.modes is None else ()))
-    seeds = profile.seeds if args.seeds is None else args.seeds
-    skipped = [mode for mode in modes if mode in CUDA_MODES and not gpus]
-    if skipped:
-        print(f"Skipped for want of a CUDA device: {', '.join(skipped)}", file=sys.stderr)
+    modes = [mode for mode in modes if runnable(mode, args, gpus)]
     runs = []
-    for seed in seeds:
+    for seed in profile.seeds if args.seeds is None else args.seeds:
         for script in args.scripts:
             task = TASKS[script]
-            # The libraries' default networks are not those of the Atari script, and they have no EnvPool.
-            fit = [mode for mode in modes if mode not in skipped and not (task.atari and mode in PEERS)]
             steps = args.total_timesteps or getattr(task, args.profile)
-            options = () if args.profile == "full" else task.options
+            learning_starts = task.learning_starts
+            if learning_starts is not None and args.profile != "full":
+                learning_starts = min(1000, steps // 3)
+            # The libraries' default networks are not those of the Atari script, and they have no EnvPool.
+            fit = [mode for mode in modes if not (task.atari and mode in PEERS)]
             for env_id in args.atari_env_ids if task.atari else args.env_ids:
-                runs += [Run(script, mode, env_id, seed, steps, options) for mode in fit]
+                runs += [Run(script, mode, env_id, seed, steps, learning_starts) for mode in fit]
     if not runs:
         refuse("nothing is selected: --scripts, --modes, --seeds and environments leave no run that this machine can do")
     return list(dict.fromkeys(runs))
 
 
-def git_commit() -> str | None:
-    """The commit of this checkout, None outside of one."""
+def core_shares(workers: int) -> list[tuple[int, ...]]:
+    """The cores of each worker: as many for each, and the threads of one physical core together; where not known, none."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [()] * workers
+
+    def first_sibling(core: int) -> int:
+        path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        return int(re.split("[,-]", path.read_text())[0]) if path.exists() else core
+
+    cores = sorted(os.sched_getaffinity(0), key=lambda core: (first_sibling(core), core))
+    if workers > len(cores):
+        refuse(f"--workers takes a number from 1 to {len(cores)}, the cores at hand, got {workers}")
+    share = len(cores) // workers
+    return [tuple(cores[index * share : (index + 1) * share]) for index in range(workers)]
+
+
+def git(*command: str) -> str:
+    """What git says of this checkout; nothing outside of one."""
     if not shutil.which("git"):
-        return None
-    done = subprocess.run(["git", "-C", ROOT, "rev-parse", "--verify", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() or None
+        return ""
+    return subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True).stdout.strip()
+
+
+def default_folder(profile: str) -> Path:
+    """sweeps/<profile>-<commit>; a new one each time where there are changes that are not committed."""
+    commit = git("rev-parse", "--short=7", "HEAD")
+    changed = f"{datetime.now():%m%d-%H%M%S}" if git("status", "--porcelain", "--untracked-files=no") else ""
+    return ROOT / "sweeps" / "-".join(part for part in (profile, commit, changed) if part)
 
 
 @contextmanager
@@ -235,13 +275,15 @@ def claimed(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             refuse(f"--folder {folder}: another sweep is at work there")
+        except OSError as error:
+            refuse(f"--folder {folder}: its disk has no locks: {error.strerror}")
         yield
 
 
 def wait_for_strays(lock: Path, seconds: float = 30) -> None:
     """Wait for the runs of a sweep that was killed: they notice within a second, and nothing may run beside a new one."""
     end = time.monotonic() + seconds
-    with lock.open("a") as file:
+    with lock.open("a+") as file:
         while True:
             try:
                 return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -251,25 +293,47 @@ def wait_for_strays(lock: Path, seconds: float = 30) -> None:
                 time.sleep(0.2)
 
 
-def describe(folder: Path, profile: str) -> dict:
+@contextmanager
+def deaf_to_ctrl_c() -> Iterator[None]:
+    """Put off Ctrl+C. Processes started meanwhile never hear it from the terminal: ending them is the sweep's business."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def describe(folder: Path, profile: str) -> str:
     """The identity of a folder's sweep, written down where it is new. Refuses a folder with a sweep of another profile."""
-    path, commit = folder / "sweep.json", git_commit()
+    path, commit = folder / "sweep.json", git("rev-parse", "HEAD") or None
     if not path.exists():
-        sweep = {"format": results.FORMAT, "id": f"{datetime.now(UTC):%Y-%m-%d}-{uuid4().hex[:8]}"}
-        sweep |= {"profile": profile, "git_commit": commit}
-        results.replace(path, [sweep])
-        return sweep
+        identity = f"{datetime.now(UTC):%Y-%m-%d}-{uuid4().hex[:8]}"
+        results.replace(path, [{"format": results.FORMAT, "id": identity, "profile": profile, "git_commit": commit}])
+        return identity
     try:
         sweep = json.loads(path.read_text())
-    except ValueError:
+        version, old_profile, old_commit = sweep["format"], sweep["profile"], sweep["git_commit"]
+    except (ValueError, KeyError, TypeError):
         refuse(f"--folder {folder}: sweep.json is not readable")
-    if sweep.get("format") != results.FORMAT:
-        refuse(f"--folder {folder}: has format {sweep.get('format')}, and this version reads format {results.FORMAT}")
-    if sweep["profile"] != profile:
-        refuse(f"--folder {folder}: has a sweep of profile {sweep['profile']}, not {profile}")
-    if sweep["git_commit"] != commit:
-        print(f"{folder} was begun at commit {sweep['git_commit']}, this is {commit}", file=sys.stderr)
-    return sweep
+    if version != results.FORMAT:
+        refuse(f"--folder {folder}: has format {version}, and this version reads format {results.FORMAT}")
+    if old_profile != profile:
+        refuse(f"--folder {folder}: has a sweep of profile {old_profile}, not {profile}")
+    if old_commit != commit:
+        print(f"{folder} was begun at commit {old_commit}, this is {commit}", file=sys.stderr)
+    return sweep["id"]
+
+
+@dataclass
+class Attempt:
+    """A run that has been started: its folder, submitit's job, when it was started and, where it seems so, when it ended."""
+
+    folder: Path
+    job: submitit.Job
+    place: int = 0
+    """which worker's cores and GPU it has, on this machine"""
+    start: float = field(default_factory=time.monotonic)
+    ended: float | None = None
 
 
 class Sweep:
@@ -277,170 +341,174 @@ class Sweep:
 
     def __init__(self, args: Args, runs: list[Run], folder: Path, gpus: list[str]):
         self.args, self.runs, self.folder, self.gpus = args, runs, folder, gpus
+        self.results_file, self.curves_file = folder / "results.jsonl", folder / "curves.jsonl"
         self.slurm = args.cluster == "slurm"
-        self.workers = args.workers or (len(runs) if self.slurm else 1)
-        self.identity = describe(folder, args.profile)
         self.time_limit = 60 * (args.time_limit or PROFILES[args.profile].time_limit)
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
-        if not self.slurm and self.workers > len(cores):
-            refuse(f"--workers takes a number from 1 to {len(cores)}, the cores at hand, got {self.workers}")
-        share = len(cores) // self.workers
-        self.cores = [] if self.slurm else [tuple(cores[i * share : (i + 1) * share]) for i in range(self.workers)]
+        self.cores = [] if self.slurm else core_shares(args.workers)
+        if not self.slurm and self.gpus and args.workers > len(self.gpus):
+            refuse(f"--workers takes a number from 1 to {len(self.gpus)}, the GPUs at hand, got {args.workers}")
         self.executor = self.make_executor()
-        self.seconds: dict[str, list[float]] = {}  # that runs of a script and mode took
+        self.identity = describe(folder, args.profile)
+        self.seconds: dict[tuple[str, str], list[float]] = {}  # that runs of a script and mode took
         self.done, self.failed, self.attempts = 0, 0, dict.fromkeys(runs, 0)
-        self.running: dict[Run, tuple[submitit.Job, Path, float, int]] = {}  # with folder, start and place
+        self.running: dict[Run, Attempt] = {}
+        self.shown, self.states = None, {}
         self.queue = deque(self.restore())
+        self.done_before = self.done
 
     def make_executor(self) -> submitit.Executor:
         """submitit's executor of the cluster asked for."""
-        # The nodes of a cluster need not have this folder on their path.
+        args = self.args
         logging.getLogger("submitit").setLevel(logging.ERROR)  # it warns of each call of sacct where there is none
-        cloudpickle.register_pickle_by_value(job_module)
-        minutes = int(self.time_limit / 60) + 5  # the run's own limit comes first
         try:
-            executor = submitit.AutoExecutor(self.folder / "submitit", cluster=self.args.cluster)
+            executor = submitit.AutoExecutor(self.folder / "submitit", cluster=args.cluster)
         except RuntimeError as error:
-            refuse(f"--cluster {self.args.cluster}: {error}")
-        executor.update_parameters(timeout_min=minutes)
+            refuse(f"--cluster {args.cluster}: {error}")
+        # The nodes of a cluster need not have this folder on their path.
+        cloudpickle.register_pickle_by_value(job_module)
+        executor.update_parameters(timeout_min=int(self.time_limit / 60) + 5)  # the run's own limit comes first
         if self.slurm:
-            options = {"cpus_per_task": self.args.cores_per_job, "slurm_array_parallelism": self.workers}
-            options |= {"slurm_partition": self.args.partition} if self.args.partition else {}
-            options |= {"gpus_per_node": self.args.gpus_per_job} if self.args.gpus_per_job else {}
-            executor.update_parameters(slurm_additional_parameters=self.args.slurm_options, name="leanrl", **options)
+            options = {"cpus_per_task": args.cores_per_job, "slurm_array_parallelism": args.workers}
+            options |= {"slurm_partition": args.partition} if args.partition else {}
+            options |= {"gpus_per_node": args.gpus_per_job} if args.gpus_per_job else {}
+            more = {key: value == "true" if value in ("true", "false") else value for key, value in args.slurm_options.items()}
+            executor.update_parameters(name="leanrl", slurm_additional_parameters=more, **options)
         return executor
-
-    @property
-    def results(self) -> Path:
-        return self.folder / "results.jsonl"
-
-    @property
-    def curves(self) -> Path:
-        return self.folder / "curves.jsonl"
 
     def restore(self) -> list[Run]:
         """Put the files of results in order; the runs that are still to do.
 
-        A line that was cut off goes, and so do those of runs that failed. What a run that ended without the sweep left in its
-        outcome.json becomes a line; one that a cluster still has is waited for.
+        A line that was cut off goes, and so do those of selected runs that failed. What a run that ended without the sweep
+        left in its outcome.json becomes a line; one that the cluster still has is waited for.
         """
-        lines = results.recover(self.results)
-        kept = [line for line in lines if line["status"] == "ok"]
+        selected = {run.name for run in self.runs}
+        lines, curves = results.recover(self.results_file), results.recover(self.curves_file, curves=True)
+        drawn = {curve["job"]: curve for curve in curves}
+        kept = [line for line in lines if line["status"] == "ok" and line["job"] in drawn]
+        failed = [line for line in lines if line["status"] == "failed" and line["job"] not in selected]
         names = {line["job"] for line in kept}
-        curves = {line["job"]: line for line in results.recover(self.curves, results.Curve) if line["job"] in names}
-        results.replace(self.results, kept)
-        results.replace(self.curves, list(curves.values()))
+        results.replace(self.results_file, kept + failed)
+        results.replace(self.curves_file, [drawn[line["job"]] for line in kept])
         for line in kept:
             self.note_seconds(line)
-        selected = {run.name for run in self.runs}
         self.done = len(names & selected)
-        missing = []
-        for run in self.runs:
-            if run.name in names:
-                continue
-            attempts = sorted((self.folder / "jobs" / run.name).glob("*"), key=lambda path: int(path.name))
-            outcome = read_outcome(attempts[-1]) if attempts else None
-            if outcome and outcome["status"] == "ok":
-                self.record(run, outcome)
-            elif self.slurm and attempts and (job := self.adopt(attempts[-1])):
-                self.attempts[run] = 1
-                self.running[run] = (job, attempts[-1], time.monotonic(), 0)
-            else:
-                missing.append(run)
-        return missing
+        self.states = (slurm_jobs() if self.slurm else None) or {}
+        return [run for run in self.runs if run.name not in names and not self.take_up(run)]
 
-    def adopt(self, folder: Path) -> submitit.Job | None:
-        """The Slurm job that an earlier sweep submitted for this folder, if the cluster still has it."""
-        with suppress(FileNotFoundError):
-            job = submitit.SlurmJob(self.folder / "submitit", (folder / "slurm_job").read_text())
-            return None if self.ended([job]) else job
-        return None
+    def take_up(self, run: Run) -> bool:
+        """Go on with the last attempt of an earlier sweep, if it has ended well or the cluster still has it."""
+        attempts = sorted(self.attempt_folders(run), key=lambda path: int(path.name))
+        if not attempts:
+            return False
+        self.attempts[run] = int(attempts[-1].name)
+        outcome = read_outcome(attempts[-1])
+        if outcome and outcome["status"] == "ok":
+            self.record(run, outcome)
+            return True
+        self.attempts[run] = 0
+        number = attempts[-1] / "slurm_job"
+        if not (self.slurm and number.exists()):
+            return False
+        attempt = Attempt(attempts[-1], submitit.SlurmJob(self.folder / "submitit", number.read_text()))
+        if self.has_ended(attempt):
+            return False
+        self.attempts[run], self.running[run] = 1, attempt
+        return True
+
+    def attempt_folders(self, run: Run) -> list[Path]:
+        """The folders of the attempts at a run, which have numbers for names."""
+        return [path for path in (self.folder / "jobs" / run.name).glob("*") if path.name.isdecimal()]
 
     def note_seconds(self, line: dict) -> None:
         """Remember how long a run took, to foretell others."""
         if line.get("wall_seconds"):
-            self.seconds.setdefault(f"{line['algorithm']} {line['mode']}", []).append(line["wall_seconds"])
+            self.seconds.setdefault((line["algorithm"], line["mode"]), []).append(line["wall_seconds"])
 
     def record(self, run: Run, outcome: dict) -> None:
-        """Write the lines of a run that has ended."""
-        about = {"format": results.FORMAT, "sweep": self.identity["id"], "job": run.name}
-        line = about | {"status": outcome["status"], "attempts": max(self.attempts[run], 1)}
-        line |= {"algorithm": run.algorithm, "mode": run.mode, "env_id": run.env_id, "seed": run.seed}
-        line |= {key: value for key, value in outcome.items() if key not in ("summary", "curve", "status")}
-        line = outcome.get("summary", {}) | line
-        if outcome["status"] == "ok":
-            results.append(self.curves, about | outcome["curve"])  # first: a curve without its line is dropped on return
-        results.append(self.results, line)
-        if outcome["status"] == "ok":
+        """Write the lines of a run that has ended; of one whose summary makes no sense, that it failed."""
+        about = {"format": results.FORMAT, "sweep": self.identity, "job": run.name}
+        line = about | {"attempts": max(self.attempts[run], 1), "algorithm": run.algorithm, "mode": run.mode}
+        line |= {"env_id": run.env_id, "seed": run.seed, "steps": run.steps}
+        line |= {key: value for key, value in outcome.items() if key not in ("summary", "curve")}
+        full = outcome.get("summary", {}) | line
+        try:
+            results.check(full)
+        except ValueError as error:
+            full = line | {"status": "failed", "reason": f"printed a summary that {error}", "log": ""}
+        if full["status"] == "ok":
+            results.append(self.curves_file, about | outcome["curve"])  # first: a curve without its line goes on return
+        results.append(self.results_file, full)
+        if full["status"] == "ok":
             self.done += 1
-            self.note_seconds(line)
+            self.note_seconds(full)
         else:
             self.failed += 1
-            self.say(f"failed: {run.name}: {outcome['reason']}\n{outcome['log']}")
+            self.say(f"failed: {run.name}: {full['reason']}\n{full['log']}")
 
     def submit(self, runs: list[Run]) -> None:
-        """Start runs: on a cluster as one array of jobs."""
+        """Start runs: on a cluster as one array of jobs, of which it runs as many at a time as there are workers."""
         if shutil.disk_usage(self.folder).free < LEAST_FREE:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        places = [place for place in range(self.workers) if place not in {place for *_, place in self.running.values()}]
-        jobs = []
-        for run, place in zip(runs, places, strict=False):
-            parent = self.folder / "jobs" / run.name
-            folder = parent / str(1 + max((int(path.name) for path in parent.glob("*")), default=0))
-            folder.mkdir(parents=True)
-            process = psutil.Process()
-            threads = self.args.cores_per_job if self.slurm else len(self.cores[place])
-            job = Job(
-                folder=folder,
-                command=run.command(self.args),
-                cache=self.folder / "cache" / f"{run.algorithm}-{run.mode}",
-                time_limit=self.time_limit,
-                lock=self.folder / "running.lock",
-                cores=() if self.slurm else self.cores[place],
-                # One at a time has the machine, and PyTorch's choice, to itself.
-                threads=threads if self.slurm or self.workers > 1 else None,
-                gpu=self.gpus[place % len(self.gpus)] if self.gpus and not self.slurm else None,
-                owner=None if self.slurm else (process.pid, process.create_time()),
-            )
-            jobs.append((run, job, place))
-        with self.executor.batch():
-            handles = [self.executor.submit(run_job, job) for _, job, _ in jobs]
-        for (run, job, place), handle in zip(jobs, handles, strict=True):
-            self.attempts[run] += 1
-            self.running[run] = (handle, job.folder, time.monotonic(), place)
-            if self.slurm:
-                (job.folder / "slurm_job").write_text(handle.job_id)
+        taken = {attempt.place for attempt in self.running.values()}
+        places = [0] * len(runs) if self.slurm else [place for place in range(self.args.workers) if place not in taken]
+        jobs = [self.prepare(run, place) for run, place in zip(runs, places[: len(runs)], strict=True)]
+        with deaf_to_ctrl_c():
+            with self.executor.batch():
+                handles = [self.executor.submit(run_job, job) for job in jobs]
+            for run, place, job, handle in zip(runs, places, jobs, handles, strict=False):
+                self.attempts[run] += 1
+                self.running[run] = Attempt(job.folder, handle, place)
+                if self.slurm:
+                    (job.folder / "slurm_job").write_text(handle.job_id)
+
+    def prepare(self, run: Run, place: int) -> Job:
+        """The job that does a run, with a folder of its own."""
+        number = 1 + max((int(path.name) for path in self.attempt_folders(run)), default=0)
+        folder = self.folder / "jobs" / run.name / str(number)
+        folder.mkdir(parents=True)
+        cache = self.folder / "cache" / f"{run.algorithm}-{run.mode}-{run.env_id.replace('/', '_')}"
+        job = Job(folder=folder, command=run.command(self.args), cache=cache, time_limit=self.time_limit)
+        if self.slurm:
+            return replace(job, threads=self.args.cores_per_job)
+        # One at a time has all cores, and PyTorch's choice of threads, to itself.
+        job = replace(job, threads=len(self.cores[place]) or None) if self.args.workers > 1 else job
+        gpu = self.gpus[place] if self.gpus else None
+        return replace(job, cores=self.cores[place], gpu=gpu, owner=os.getpid(), lock=self.folder / "running.lock")
+
+    def has_ended(self, attempt: Attempt) -> bool:
+        """Whether a job has left this machine, or the cluster, as far as that has been heard of."""
+        if not self.slurm:
+            return attempt.job.done()
+        return self.states.get(attempt.job.job_id, "GONE").partition(" ")[0] in SLURM_ENDED
 
     def collect(self) -> None:
         """Record the runs that have ended, or put them back into the queue for their second attempt."""
-        ended = self.ended([handle for handle, *_ in self.running.values()])  # before outcomes, which are written earlier
-        for run, (handle, folder, _, _) in list(self.running.items()):
-            outcome = read_outcome(folder)
-            if not (outcome or handle in ended):
+        if self.slurm and (states := slurm_jobs()) is not None:
+            self.states = states
+        for run, attempt in list(self.running.items()):
+            if attempt.ended is None and self.has_ended(attempt):
+                attempt.ended = time.monotonic()
+            outcome = read_outcome(attempt.folder)
+            # What a node has written may take a minute to be seen here.
+            patience = SLURM_PATIENCE if self.slurm else 0
+            if not outcome and (attempt.ended is None or time.monotonic() < attempt.ended + patience):
                 continue
             del self.running[run]
-            outcome = outcome or {"status": "failed", "reason": "the process that ran it died", "log": submitit_log(handle)}
+            outcome = outcome or read_outcome(attempt.folder) or {"status": "failed", "reason": "the process that ran it died"}
+            outcome = {"log": submitit_log(attempt.job)} | outcome if outcome["status"] == "failed" else outcome
             if outcome["status"] == "failed" and shutil.disk_usage(self.folder).free < LEAST_FREE:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if outcome["status"] == "failed" and self.attempts[run] < ATTEMPTS:
+            # Status 2 is a bad argument, which would be no better the second time.
+            if outcome["status"] == "failed" and self.attempts[run] < ATTEMPTS and outcome["reason"] != "exit status 2":
                 self.say(f"once more: {run.name}: {outcome['reason']}")
                 self.queue.appendleft(run)
             else:
                 self.record(run, outcome)
 
-    def ended(self, handles: list[submitit.Job]) -> list[submitit.Job]:
-        """Those of these jobs that have left this machine, or the cluster."""
-        if not self.slurm:
-            return [handle for handle in handles if handle.done()]
-        states = slurm_jobs() if handles else None
-        if states is None:
-            return []
-        return [handle for handle in handles if states.get(handle.job_id, "GONE") in SLURM_ENDED]
-
     def run(self) -> None:
         """Do all that is missing."""
         while self.queue or self.running:
-            free = self.workers - len(self.running) if not self.slurm else len(self.queue)
+            free = len(self.queue) if self.slurm else self.args.workers - len(self.running)
             if self.queue and free > 0:
                 self.submit([self.queue.popleft() for _ in range(min(free, len(self.queue)))])
             self.show()
@@ -450,13 +518,18 @@ class Sweep:
 
     def stop(self) -> None:
         """End all that is running, and see it end."""
-        for handle, *_ in self.running.values():
-            with suppress(Exception):
-                handle.cancel()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        for attempt in self.running.values():
+            if self.slurm:
+                attempt.job.cancel(check=False)
+            elif not attempt.job.done():
+                with suppress(ProcessLookupError):
+                    os.kill(int(attempt.job.job_id), signal.SIGTERM)  # submitit's controller, which passes it on
         end = time.monotonic() + 20
-        handles = [handle for handle, *_ in self.running.values()]
-        while len(self.ended(handles)) < len(handles) and time.monotonic() < end:
+        while not all(map(self.has_ended, self.running.values())) and time.monotonic() < end:
             time.sleep(0.2)
+            self.states = (slurm_jobs() if self.slurm else None) or self.states
 
     def seconds_left(self) -> float | None:
         """An estimate from runs of the same script and mode, or of all runs; None before the first has ended."""
@@ -465,28 +538,42 @@ class Sweep:
         other = statistics.mean(statistics.mean(values) for values in self.seconds.values())
 
         def estimate(run: Run) -> float:
-            return statistics.mean(self.seconds.get(f"{run.algorithm} {run.mode}", [other]))
+            return statistics.mean(self.seconds.get((run.algorithm, run.mode), [other]))
 
-        going = [max(0.0, estimate(run) - (time.monotonic() - start)) for run, (*_, start, _) in self.running.items()]
-        return (sum(map(estimate, self.queue)) + sum(going)) / max(1, min(self.workers, len(self.queue) + len(going)))
+        now = time.monotonic()
+        going = [max(0.0, estimate(run) - (now - attempt.start)) for run, attempt in self.running.items()]
+        return (sum(map(estimate, self.queue)) + sum(going)) / max(1, min(self.args.workers, len(self.queue) + len(going)))
+
+    def describe_running(self) -> str:
+        """The runs that are going on, with how far they are, and what Slurm says of those that wait."""
+        names, waiting = [], []
+        for run, attempt in self.running.items():
+            state = self.states.get(attempt.job.job_id, "") if self.slurm else ""
+            if state.startswith("PENDING"):
+                waiting.append(state.removeprefix("PENDING "))
+                continue
+            log = attempt.folder / "log.txt"
+            percent = re.findall(r"(\d+)%\|", tail(log, 400)) if log.exists() else []
+            names.append(f"{run.algorithm} {run.mode} seed {run.seed}{f' {percent[-1]} %' if percent else ''}")
+        more = [f"{len(names) - 4} more"] if len(names) > 4 else []
+        pending = [f"{len(waiting)} pending ({', '.join(sorted(set(waiting)))})"] if waiting else []
+        return ", ".join(names[:4] + more + pending)
 
     def show(self) -> None:
         """The line of progress: rewritten in place on a terminal, elsewhere a new one whenever a run starts or ends."""
-        names = []
-        for run, (_, folder, _, _) in list(self.running.items())[:4]:
-            with suppress(OSError):
-                percent = re.findall(r"(\d+)%\|", (folder / "log.txt").read_text(errors="replace")[-400:])
-                names.append(f"{run.algorithm} {run.mode} seed {run.seed}{f' {percent[-1]} %' if percent else ''}")
-        more = f" and {len(self.running) - len(names)} more" if len(self.running) > len(names) else ""
+        key = (self.done, self.failed, tuple(self.running), tuple(sorted(set(self.states.values()))))
+        terminal = sys.stderr.isatty()
+        if not terminal and key == self.shown:
+            return
+        self.shown = key
         state = f"[{self.done}/{len(self.runs)}]" + (f" {self.failed} failed" if self.failed else "")
-        left = self.seconds_left()
-        left = "" if left is None or not (self.queue or self.running) else f", {left / 60:.0f} min left"
-        line = f"{state} {', '.join(names)}{more}{left}"
-        if sys.stderr.isatty():
+        left = self.seconds_left() if self.queue or self.running else None
+        parts = [self.describe_running(), "" if left is None else f"{left / 60:.0f} min left"]
+        line = f"{state} {', '.join(part for part in parts if part)}"
+        if terminal:
             width = shutil.get_terminal_size().columns - 1
             print(f"\r\033[K{line[:width]}", end="", file=sys.stderr, flush=True)
-        elif (key := (self.done, self.failed, tuple(self.running))) != getattr(self, "shown", None):
-            self.shown = key
+        else:
             print(line, file=sys.stderr, flush=True)
 
     def say(self, message: str) -> None:
@@ -503,13 +590,15 @@ def read_outcome(folder: Path) -> dict | None:
 
 
 def slurm_jobs() -> dict[str, str] | None:
-    """The state of each Slurm job of this user; None where Slurm does not answer.
+    """State and reason of each Slurm job of this user, such as "PENDING Resources"; None where Slurm does not answer.
 
     submitit asks sacct, which many clusters do not have, and waits for ever for a job that died.
     """
-    command = ["squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i %T"]
+    command = ["squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i %T %r"]
     done = subprocess.run(command, capture_output=True, text=True)
-    return None if done.returncode else dict(line.split() for line in done.stdout.splitlines())
+    if done.returncode:
+        return None
+    return {number: state for number, state in (line.strip().split(" ", 1) for line in done.stdout.splitlines())}
 
 
 def submitit_log(job: submitit.Job) -> str:
@@ -518,37 +607,55 @@ def submitit_log(job: submitit.Job) -> str:
     return job_module.last_lines(path) if path.exists() else ""
 
 
+def interrupt(*_) -> NoReturn:
+    """The handler of Ctrl+C and SIGTERM, also where a shell has had the former ignored."""
+    raise KeyboardInterrupt
+
+
+def work(args: Args, runs: list[Run], folder: Path, gpus: list[str]) -> int:
+    """Do the sweep of a folder, report it, and return the exit status."""
+    sweep = None
+    try:
+        sweep = Sweep(args, runs, folder, gpus)
+        sweep.run()
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+        report.report_folder(folder)
+        if sweep.done_before == len(runs):
+            print("all of it was done before; --folder with another folder measures anew")
+        return int(sweep.done < len(runs))
+    except KeyboardInterrupt:
+        status, message = 130, "stopped"
+    except submitit.core.utils.FailedJobError as error:
+        status, message = 2, f"sweep.py: error: Slurm refused the runs: {' '.join(str(error).split())[-300:]}"
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        status, message = 1, f"no space is left in {folder}"
+    if sweep:
+        sweep.stop()
+    done = sweep.done if sweep else 0
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    print(f"{message}; {done} of {len(runs)} runs are done; start again to go on", file=sys.stderr)
+    return status
+
+
 def main() -> int:
     args = tyro.cli(Args)
     check_args(args)
     gpus = visible_gpus(args)
     runs = select(args, gpus)
-    commit = git_commit()
-    folder = (args.folder or ROOT / "sweeps" / (f"{args.profile}-{commit[:7]}" if commit else args.profile)).absolute()
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    folder = (args.folder or default_folder(args.profile)).absolute()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
     with claimed(folder):
         if args.cluster == "local":
             wait_for_strays(folder / "running.lock")
         try:
-            sweep = Sweep(args, runs, folder, gpus)
+            return work(args, runs, folder, gpus)
         except results.ResultsError as error:
             refuse(f"--folder {folder}: {error}")
-        try:
-            sweep.run()
-        except KeyboardInterrupt:
-            sweep.stop()
-            sweep.say(f"stopped with {sweep.done} of {len(runs)} runs done: start again to go on")
-            return 130
-        except OSError as error:
-            sweep.stop()
-            if error.errno != errno.ENOSPC:
-                raise
-            sweep.say(f"no space is left in {folder}: {sweep.done} of {len(runs)} runs are done; free some and start again")
-            return 1
-        if sys.stderr.isatty():
-            print(file=sys.stderr)
-        report.report_folder(folder)
-        return int(sweep.failed > 0)
 
 
 if __name__ == "__main__":

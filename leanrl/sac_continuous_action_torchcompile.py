@@ -271,7 +271,7 @@ def adam_state(params: dict[str, Tensor]) -> TensorDict:
 
 
 def adam_step(state: TensorDict, grads: dict[str, Tensor], lr: float | Tensor, eps: float = 1e-8) -> None:
-    """One step of Adam in place (arXiv:1412.6980, algorithm 1), with the other defaults of `torch.optim.Adam`, too."""
+    """One step of Adam in place (arXiv:1412.6980, algorithm 1), with the defaults of `torch.optim.Adam`."""
     beta1, beta2 = 0.9, 0.999
     grads = TensorDict(grads)
     step = state["step"].add_(1)

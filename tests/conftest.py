@@ -16,6 +16,7 @@ from envs import ScriptedGames
 
 # Two threads that meet after each tiny operation are fifty times slower where another process keeps the cores busy.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the scripts that run as commands
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent

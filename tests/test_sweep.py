@@ -1,6 +1,5 @@
 """The benchmark survives what can happen to it: with a stand-in for a script, which takes no time, and all else real."""
 
-import errno
 import json
 import os
 import shutil
@@ -19,7 +18,7 @@ from slurm import SlurmUnavailable, slurm_cluster
 
 # Prints a summary, after what the file named like its seed tells it to do, once or, with a trailing "!", each time.
 STAND_IN = """
-import json, os, signal, sys, time
+import json, os, psutil, signal, sys, time
 from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 
@@ -42,8 +41,12 @@ if todo.startswith("killed"):
 if todo.startswith("orphan"):  # kills the process that watches it
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)
+if todo.startswith("abandoned"):  # kills the process that submitit has started, which started that
+    os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGKILL)
+    time.sleep(1000)
 if todo.startswith("silent"):
     sys.exit()
+speed = "fast" if todo.startswith("nonsense") else 100.0 + seed
 if todo.startswith("fill"):
     with (here.parent / "disk" / "filler").open("wb", buffering=0) as filler:
         while True:
@@ -54,7 +57,7 @@ for step in range(1, 251):
 writer.close()
 hardware = {"cpu": "A CPU", "cores": 2, "gpu": None}
 summary = {"script": Path(__file__).stem, "env_id": options["env-id"], "seed": seed, "total_timesteps": 250}
-summary |= {"sps": 100.0 + seed, "startup_seconds": 1.0, "wall_seconds": 0.5, "git_commit": None, "argv": sys.argv[1:]}
+summary |= {"sps": speed, "startup_seconds": 1.0, "wall_seconds": 0.5, "git_commit": None, "argv": sys.argv[1:]}
 summary |= {"episodic_return": 100.0, "episodic_return_10": 120.0, "versions": {"python": "3.12.1"}, "hardware": hardware}
 print(json.dumps(summary))
 """
@@ -82,9 +85,10 @@ class House:
         """Run a sweep to its end."""
         return subprocess.run(self.command(*args, seeds=seeds), capture_output=True, text=True, timeout=180, **options)
 
-    def start(self, *args, seeds: int = 3) -> subprocess.Popen:
+    def start(self, *args, seeds: int = 3, **options) -> subprocess.Popen:
         """Start a sweep."""
-        return subprocess.Popen(self.command(*args, seeds=seeds), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        options |= {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        return subprocess.Popen(self.command(*args, seeds=seeds), **options)
 
     def stand_ins(self) -> list[str]:
         """The stand-ins that run."""
@@ -102,7 +106,7 @@ class House:
     def lines(self) -> list[dict]:
         """The results, which have to be in order."""
         lines = results.read(self.folder / "results.jsonl")
-        curves = results.read(self.folder / "curves.jsonl", results.Curve)
+        curves = results.read(self.folder / "curves.jsonl", curves=True)
         assert [curve["job"] for curve in curves] == [line["job"] for line in lines if line["status"] == "ok"]
         assert len({line["job"] for line in lines}) == len(lines)
         return lines
@@ -130,9 +134,9 @@ def test_a_sweep_writes_a_line_and_a_curve_a_run_a_table_and_plots(house):
     assert [(line["seed"], line["mode"], line["status"], line["attempts"]) for line in lines] == [
         (seed, "eager", "ok", 1) for seed in range(3)
     ]
-    assert [line["cold_start"] for line in lines] == [True] * 3  # the stand-in compiles nothing
+    assert [line["cold_start"] for line in lines] == [True, False, False]
     assert all(line["cpu_busy_seconds"] > 0.1 and line["gpu_busy_seconds"] is None for line in lines)
-    curve = results.read(house.folder / "curves.jsonl", results.Curve)[0]
+    curve = results.read(house.folder / "curves.jsonl", curves=True)[0]
     assert len(curve["step"]) == 100
     assert curve["step"][-1] == 250
     # Of 250 episodes the first 50 groups have three: the means of 1, 2, 3 and of 249 and 250, halved.
@@ -192,6 +196,7 @@ def test_a_run_that_ended_after_its_sweep_is_not_repeated(house):
         ("hang", "took longer than 3 s"),
         ("silent", "printed no summary"),
         ("orphan", "the process that ran it died"),
+        ("abandoned", "the process that ran it died"),
     ],
 )
 def test_a_run_that_fails_is_tried_again_and_then_recorded(house, behaviour, reason):
@@ -202,7 +207,7 @@ def test_a_run_that_fails_is_tried_again_and_then_recorded(house, behaviour, rea
     lines = {line["seed"]: line for line in house.lines()}
     assert [(lines[seed]["status"], lines[seed]["attempts"]) for seed in range(3)] == [("ok", 2), ("failed", 2), ("ok", 1)]
     assert lines[1]["reason"] == reason
-    if behaviour != "orphan":
+    if behaviour not in ("orphan", "abandoned"):
         assert lines[1]["log"] == "a line of the log"
     assert not house.stand_ins()
     assert f"failed: {lines[1]['job']}: {reason}" in done.stdout
@@ -211,6 +216,19 @@ def test_a_run_that_fails_is_tried_again_and_then_recorded(house, behaviour, rea
     assert house.sweep().returncode == 0  # what failed is tried again
     assert house.done() == [0, 1, 2]
     assert len(house.starts()) == 6
+
+
+def test_what_failed_and_is_not_selected_stays(house):
+    house.tell(0, "silent!")
+    assert house.sweep(seeds=1).returncode == 1
+    assert house.sweep("--seeds", "1").returncode == 0
+    assert [(line["seed"], line["status"]) for line in house.lines()] == [(0, "failed"), (1, "ok")]
+
+
+def test_a_summary_that_makes_no_sense_is_a_failure(house):
+    house.tell(1, "nonsense!")
+    assert house.sweep().returncode == 1
+    assert [line.get("reason", "")[:22] for line in house.lines()] == ["", "printed a summary that", ""]
 
 
 def test_two_sweeps_in_one_folder_exclude_each_other(house):
@@ -224,24 +242,26 @@ def test_two_sweeps_in_one_folder_exclude_each_other(house):
     assert first.wait(30) == 130
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_stops_the_children(house, number):
+@pytest.mark.parametrize(("number", "group"), [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_ctrl_c_stops_the_children(house, number, group):
     house.tell(1, "hang")
-    sweep = house.start()
+    sweep = house.start(start_new_session=True)
     house.wait_for_starts(2)
-    sweep.send_signal(number)
+    # A terminal signals the sweep and submitit's processes at once.
+    (os.killpg if group else os.kill)(sweep.pid, number)
     _, error = sweep.communicate(timeout=30)
+    assert "Traceback" not in error
     assert sweep.returncode == 130
-    assert "stopped with 1 of 3 runs done: start again to go on" in error
+    assert error.endswith("stopped; 1 of 3 runs are done; start again to go on\n")
     assert not house.stand_ins()
     assert house.done() == [0]
 
 
-@pytest.mark.parametrize("rest", ['{"format": 1, "sweep": "x', '{"format": 1, "swe\n'])
-def test_a_last_line_that_was_cut_off_is_done_again(house, rest):
+@pytest.mark.parametrize("name", ["results.jsonl", "curves.jsonl"])
+def test_a_last_line_that_was_cut_off_is_restored(house, name):
     assert house.sweep(seeds=2).returncode == 0
-    with (house.folder / "results.jsonl").open("a") as file:
-        file.write(rest)
+    path = house.folder / name
+    path.write_bytes(path.read_bytes()[:-20])
     assert house.sweep().returncode == 0
     assert house.done() == [0, 1, 2]
     assert len(house.starts()) == 3
@@ -258,7 +278,11 @@ def test_a_full_disk_stops_the_sweep_and_loses_nothing(house):
         house.tell(1, "fill")
         full = house.sweep()
         assert full.returncode == 1
-        assert f"no space is left in {house.folder}: 1 of 3 runs are done; free some and start again" in full.stderr
+        message = f"no space is left in {house.folder}; {{}} of 3 runs are done; start again to go on"
+        assert full.stderr.splitlines()[-1] == message.format(1)
+        assert house.done() == [0]
+        still = house.sweep()
+        assert (still.returncode, still.stderr.splitlines()[-1]) in [(1, message.format(0)), (1, message.format(1))]
         assert house.done() == [0]
         (disk / "filler").unlink()
         again = house.sweep()
@@ -269,10 +293,45 @@ def test_a_full_disk_stops_the_sweep_and_loses_nothing(house):
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_append_leaves_nothing_behind_on_a_full_disk(tmp_path):
-    with pytest.raises(OSError) as error:
-        results.append(Path("/dev/full"), {})
-    assert error.value.errno in (errno.ENOSPC, errno.EINVAL)
+def test_append_leaves_nothing_behind_where_it_does_not_fit(tmp_path):
+    path = tmp_path / "results.jsonl"
+    results.append(path, {"first": 1})
+    program = f"""
+import resource, signal, sys
+sys.path.insert(0, {str(ROOT / "benchmark")!r})
+import results
+from pathlib import Path
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))
+results.append(Path({str(path)!r}), {{"second": "longer than the rest of the disk"}})
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "OSError" in done.stderr
+    assert path.read_text() == '{"first": 1}\n'
+
+
+LINE = {"format": 1, "sweep": "a", "job": "b", "status": "ok", "attempts": 1, "algorithm": "c", "mode": "eager", "env_id": "d"}
+LINE |= {"seed": 1, "script": "c", "total_timesteps": 5, "sps": None, "startup_seconds": 1.0, "versions": {"python": "3.12.1"}}
+LINE |= {"hardware": {"cpu": "A CPU", "cores": 2, "gpu": None}, "more": "is welcome"}
+
+
+@pytest.mark.parametrize(
+    "rest", [b'{"format": 1, "sw', b'{"format": 1, "sw\n', b"\xff\xfe\x00\n", b"12\n", b'{"format": 1}\n', b"\n\n"]
+)
+def test_the_remains_of_a_write_are_left_out(tmp_path, rest):
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(json.dumps(LINE).encode() + b"\n" + rest)
+    assert results.recover(path) == [LINE]
+
+
+def test_what_is_no_remains_of_a_write_is_refused(tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"format": 1, "sw\n' + json.dumps(LINE) + "\n")
+    with pytest.raises(results.ResultsError, match="line 1"):
+        results.recover(path)
+    path.write_text(json.dumps(LINE) + "\n" + json.dumps(LINE | {"format": 2}) + "\n")
+    with pytest.raises(results.ResultsError, match="line 2: has format 2, and this version reads format 1"):
+        results.recover(path)
 
 
 def refused(done: subprocess.CompletedProcess) -> str:
@@ -307,9 +366,10 @@ def test_bad_arguments_are_told_in_one_line(house, args, message):
 def test_modes_that_a_machine_cannot_run_are_skipped_with_the_reason(house):
     done = house.sweep("--modes", "cudagraphs", "both", env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 2
-    first, second = done.stderr.splitlines()
-    assert first == "Skipped for want of a CUDA device: cudagraphs, both"
-    assert "nothing is selected" in second
+    first, second, third = done.stderr.splitlines()
+    assert first == "skipped: cudagraphs needs CUDA, and there is no device"
+    assert second == "skipped: both needs CUDA, and there is no device"
+    assert "nothing is selected" in third
 
 
 def test_results_of_another_version_are_refused(house):
@@ -329,6 +389,10 @@ def test_a_folder_of_another_profile_is_refused(house):
     assert refused(house.sweep("--profile", "speed")) == f"--folder {house.folder}: has a sweep of profile quick, not speed"
 
 
+# One Slurm for all its tests, in whichever worker.
+on_slurm = pytest.mark.xdist_group("slurm")
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """The variables of a Slurm of one node; in CI it has to be there."""
@@ -341,6 +405,7 @@ def cluster(tmp_path_factory):
         pytest.skip(str(error))
 
 
+@on_slurm
 def test_slurm_gives_the_lines_that_a_local_sweep_gives(house, cluster):
     assert house.sweep().returncode == 0
     local = house.lines()
@@ -349,19 +414,36 @@ def test_slurm_gives_the_lines_that_a_local_sweep_gives(house, cluster):
     done = house.sweep("--cluster", "slurm", "--partition", "debug", "--cores-per-job", "1", env=os.environ | cluster)
     assert done.returncode == 0, done.stderr
     lines = sorted(house.lines(), key=lambda line: line["seed"])
-    varies = ("sweep", "attempts", "cpu_busy_seconds")
+    varies = ("sweep", "attempts", "cpu_busy_seconds", "cold_start", "threads")
     assert [{key: value for key, value in line.items() if key not in varies} for line in lines] == [
         {key: value for key, value in line.items() if key not in varies} for line in local
     ]
     assert [line["attempts"] for line in lines] == [1, 2, 1]
 
 
+@on_slurm
+def test_the_workers_are_the_jobs_of_the_array_that_run_at_once(house, cluster):
+    house.tell(1, "silent!")
+    done = house.sweep("--cluster", "slurm", "--workers", "1", "--cores-per-job", "1", env=os.environ | cluster)
+    assert done.returncode == 1, done.stderr
+    assert house.done() == [0, 2]
+    assert len(house.starts()) == 4
+
+
+@on_slurm
+@pytest.mark.parametrize("options", [("--partition", "none"), ("--slurm-options", "exclusive", "perhaps")])
+def test_what_slurm_refuses_is_told_in_one_line(house, cluster, options):
+    message = refused(house.sweep("--cluster", "slurm", *options, env=os.environ | cluster)).removeprefix("sweep.py: error: ")
+    assert message.startswith("Slurm refused the runs: ")
+
+
+@on_slurm
 def test_a_sweep_on_slurm_takes_up_the_jobs_of_one_that_was_killed(house, cluster):
     (house.leanrl / "hold").touch()
     house.tell(1, "wait")
     environment = os.environ | cluster
-    options = ("--cluster", "slurm", "--cores-per-job", "1")
-    sweep = subprocess.Popen(house.command(*options), stderr=subprocess.PIPE, env=environment)
+    options = ("--cluster", "slurm", "--cores-per-job", "1", "--workers", "2", "--slurm-options", "oversubscribe", "true")
+    sweep = house.start(*options, env=environment)
     house.wait_for_starts(2)
     sweep.kill()
     sweep.wait()
@@ -372,10 +454,11 @@ def test_a_sweep_on_slurm_takes_up_the_jobs_of_one_that_was_killed(house, cluste
     assert len(house.starts()) == 3
 
 
+@on_slurm
 def test_ctrl_c_cancels_the_jobs_on_slurm(house, cluster):
     house.tell(0, "hang")
     environment = os.environ | cluster
-    sweep = subprocess.Popen(house.command("--cluster", "slurm", seeds=1), stderr=subprocess.PIPE, env=environment)
+    sweep = house.start("--cluster", "slurm", "--cores-per-job", "1", seeds=1, env=environment)
     house.wait_for_starts(1)
     sweep.send_signal(signal.SIGINT)
     assert sweep.wait(60) == 130
@@ -389,16 +472,27 @@ def test_ctrl_c_cancels_the_jobs_on_slurm(house, cluster):
     [
         ({"seed": "one"}, "seed"),
         ({"status": "fine"}, "status"),
+        ({"mode": "fast"}, "mode"),
         ({"hardware": {"cpu": "A CPU"}}, "hardware"),
         ({"sps": "fast"}, "sps"),
+        ({"gpu_busy_seconds": "many"}, "gpu_busy_seconds"),
+        ({"status": "failed"}, "reason"),
     ],
 )
 def test_lines_that_do_not_fit_the_format_are_refused(tmp_path, change, message):
-    line = {"format": 1, "sweep": "a", "job": "b", "status": "ok", "attempts": 1, "algorithm": "c", "mode": "eager"}
-    line |= {"env_id": "d", "seed": 1, "more": "is welcome"}
     path = tmp_path / "results.jsonl"
-    path.write_text(json.dumps(line) + "\n")
-    assert results.read(path) == [line]
-    path.write_text(json.dumps(line) + "\n" + json.dumps(line | change) + "\n")
-    with pytest.raises(results.ResultsError, match=f"line 2: .*{message}"):
+    path.write_text(json.dumps(LINE) + "\n")
+    assert results.read(path) == [LINE]
+    path.write_text(json.dumps(LINE) + "\n" + json.dumps(LINE | change) + "\n")
+    with pytest.raises(results.ResultsError, match=f"line 2: .*{message}") as error:
         results.read(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("change", [{"step": [1, "x"]}, {"seconds": [1.0]}, {"gpu_utilization": [0.5]}])
+def test_curves_that_do_not_fit_the_format_are_refused(tmp_path, change):
+    curve = {"format": 1, "sweep": "a", "job": "b", "step": [1, 2], "seconds": [1.0, 2.0], "episodic_return": [0.0, 1.0]}
+    curve |= {"gpu_seconds": [], "gpu_utilization": []}
+    results.check(curve, curve=True)
+    with pytest.raises(ValueError):
+        results.check(curve | change, curve=True)
