@@ -30,7 +30,7 @@ MODES = {
     "both": "LeanRL `--compile --cudagraphs`",
 }
 # The colours of Okabe and Ito, which colour-blind readers can tell apart.
-COLOURS = dict(zip(MODES, ("#999999", "#555555", "#E69F00", "#F0E442", "#0072B2", "#009E73", "#CC79A7"), strict=True))
+COLOURS = dict(zip(MODES, ("#999999", "#555555", "#E69F00", "#56B4E9", "#0072B2", "#009E73", "#D55E00"), strict=True))
 SHOWN = re.compile(r"\(plots/((\w+)-(speed|return-by-step|return-by-time|gpu)\.png)\)")
 MARKED = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

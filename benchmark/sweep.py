@@ -637,7 +637,8 @@ def work(args: Args, runs: list[Run], folder: Path, gpus: list[str]) -> int:
     done = sweep.done if sweep else 0
     if sys.stderr.isatty():
         print(file=sys.stderr)
-    print(f"{message}; {done} of {len(runs)} runs are done; start again to go on", file=sys.stderr)
+    again = "" if status == 2 else f"; {done} of {len(runs)} runs are done; start again to go on"
+    print(f"{message}{again}", file=sys.stderr)
     return status
 
 

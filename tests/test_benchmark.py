@@ -86,7 +86,8 @@ def test_gpu_samples_become_an_area_and_a_peak(monkeypatch, visible):
     for second in range(5):
         sampler.sample()
         sampler.seconds[-1] = float(second)
-    assert sampler.totals() == {"gpu_busy_seconds": 2.0, "gpu_memory_mb": 3.0}
+    assert sampler.totals(float("inf")) == {"gpu_busy_seconds": 2.0, "gpu_memory_mb": 3.0}
+    assert sampler.totals(3.0)["gpu_busy_seconds"] == 1.5  # without start-up
 
 
 @pytest.mark.parametrize("visible", ["1", "GPU-2", ""])
@@ -94,7 +95,7 @@ def test_a_gpu_that_is_not_there_gives_no_figures(monkeypatch, visible):
     monkeypatch.setattr(job, "pynvml", Driver())
     sampler = job.GpuSampler(visible)
     sampler.sample()
-    assert sampler.totals() == {"gpu_busy_seconds": None, "gpu_memory_mb": None}
+    assert sampler.totals(float("inf")) == {"gpu_busy_seconds": None, "gpu_memory_mb": None}
 
 
 def test_groups_end_with_their_last_value_and_average_the_other_column():
