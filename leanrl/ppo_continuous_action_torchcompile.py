@@ -23,13 +23,14 @@ import os
 import platform
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -68,6 +69,18 @@ class Args:
     """the entity (team) of the Weights & Biases run"""
     capture_video: bool = False
     """record videos of the first environment under runs/<run>/videos"""
+    save_model: bool = False
+    """write a checkpoint at the end"""
+    checkpoint_every: int | None = None
+    """agent steps between two checkpoints, of which the newest two are kept"""
+    resume: Path | None = None
+    """go on with the run of this checkpoint; of a folder, its newest"""
+    evaluate: Path | None = None
+    """do not train, evaluate this checkpoint; of a folder, its newest"""
+    eval_episodes: int | None = None
+    """evaluate the agent at the end, over so many episodes; 10 with --evaluate"""
+    profile: Path | None = None
+    """a folder for a profile of some steps after warm-up, a trace and a table"""
 
     env_id: str = "HalfCheetah-v4"
     """the id of the environment: any with Box observations and Box actions"""
@@ -120,7 +133,7 @@ def refuse(message: str) -> None:
 
 def check_args(args: Args) -> None:
     """Refuse argument values that cannot work, before anything is started."""
-    at_least_1 = ("num_envs", "num_steps", "num_minibatches", "update_epochs")
+    at_least_1 = ("checkpoint_every", "eval_episodes", "num_envs", "num_steps", "num_minibatches", "update_epochs")
     not_negative = ("learning_rate", "clip_coef", "ent_coef", "vf_coef", "max_grad_norm", "target_kl")
     ranges = {
         "seed": (0, 2**63 - 1),
@@ -201,7 +214,7 @@ class RunningMoments:
     """Count, mean and squared deviations of all rows seen so far, in float64 (Chan et al., 1979, equations 2.1)."""
 
     def __init__(self, dim: int):
-        self.count, self.mean, self.squares = 0, np.zeros(dim), np.zeros(dim)
+        self.count, self.mean, self.squares = np.zeros(()), np.zeros(dim), np.zeros(dim)
 
     def update(self, rows: np.ndarray) -> None:
         """Take in rows (n, dim); n may be 0."""
@@ -338,14 +351,19 @@ def clip_grads(grads: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
 
 
 # ---- Logging ---------------------------------------------------------------------------------------------------------
-def make_writer(args: Args, run_name: str) -> SummaryWriter:
-    """Open the TensorBoard log runs/<run_name>, mirrored to Weights & Biases under --track."""
+def make_writer(args: Args, run_name: str, step: int) -> SummaryWriter:
+    """Open the TensorBoard log runs/<run_name> to go on after `step`, mirrored to Weights & Biases under --track."""
     if args.track:
         import wandb
 
         project, entity = args.wandb_project_name, args.wandb_entity
-        wandb.init(project=project, entity=entity, name=run_name, config=asdict(args), sync_tensorboard=True, save_code=True)
-    writer = SummaryWriter(f"runs/{run_name}")
+        options = {"id": run_name.replace("/", "_"), "name": run_name, "resume": "allow", "config": asdict(args)}
+        wandb.init(project=project, entity=entity, sync_tensorboard=True, save_code=True, **options)
+    try:
+        # What an interrupted run logged beyond its last checkpoint does not count.
+        writer = SummaryWriter(f"runs/{run_name}", purge_step=step + 1 if step else None)
+    except OSError as error:
+        refuse(f"runs/{run_name} cannot be written to: {error.strerror}")
     rows = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
     writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
     return writer
@@ -391,6 +409,121 @@ def run_summary(args: Args, device: torch.device, episode_returns: list[float], 
     return json.dumps(summary)
 
 
+def stop_when_asked() -> list[int]:
+    """A list that gets the signal of Ctrl+C or SIGTERM, for the loop to end after its step; the next one kills."""
+    asked: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: (asked.append(number), signal.signal(number, signal.SIG_DFL)))
+    return asked
+
+
+def profiled(folder: Path, steps: int, functions: dict[str, Callable]) -> list[Callable]:
+    """Wrap functions so that, after ten calls of `update`, a profile is taken over `steps` calls of `environment`.
+
+    Writes folder/trace.json, for chrome://tracing, and prints where the time went, on standard error.
+    """
+    profiler, calls = torch.profiler.profile(), dict.fromkeys(functions, 0)
+
+    def report() -> None:
+        profiler.stop()
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / "trace.json"))
+        events = {event.key: event for event in profiler.key_averages() if event.key.endswith(("Synchronize", *functions))}
+        for name, event in events.items():
+            each = f"{event.cpu_time_total / steps:10.1f} us a step"
+            print(f"{name:24}{event.count:8} calls{each}, slower than without the profile", file=sys.stderr)
+
+    def wrap(name: str, function: Callable) -> Callable:
+        def call(*args):
+            with torch.profiler.record_function(name):
+                result = function(*args)
+            if name == "update" or calls.get("update", 0) >= 10:
+                calls[name] += 1
+                if name == "environment" and calls[name] == 1:
+                    profiler.start()
+                elif name == "environment" and calls[name] == steps + 1:
+                    report()
+            return result
+
+        return call
+
+    return [wrap(name, function) for name, function in functions.items()]
+
+
+# ---- Checkpoint ------------------------------------------------------------------------------------------------------
+def identity(args: Args) -> dict[str, str | int]:
+    """What a checkpoint and the run that goes on with it have to agree on."""
+    algorithm = Path(__file__).stem.removesuffix("_torchcompile")
+    return {"format": 1, "algorithm": algorithm, "env_id": args.env_id, "num_envs": args.num_envs}
+
+
+def save_checkpoint(args: Args, run_name: str, step: int, progress: list, state: dict[str, Tensor]) -> None:
+    """Write runs/<run_name>/<step>.pt, whole or not at all, and keep the newest two. Only warns where it cannot be written."""
+    path = Path("runs", run_name, f"{step}.pt")
+    new = path.with_suffix(".new")
+    try:
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}  # sync; of slices their part
+        rng = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+        torch.save(identity(args) | {"run_name": run_name, "progress": progress, "rng": rng, "state": tensors}, new)
+        new.replace(path)
+        for old in sorted(path.parent.glob("*.pt"), key=lambda other: int(other.stem))[:-2]:
+            old.unlink()
+    except (OSError, RuntimeError) as error:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+        print(f"{Path(__file__).name}: warning: no checkpoint at step {step}: {error}".splitlines()[0], file=sys.stderr)
+
+
+def load_checkpoint(path: Path, args: Args) -> dict:
+    """Read a checkpoint, of a folder the newest; nothing in it is executed. Exits with status 2 where it does not fit."""
+    newest = max(path.glob("*.pt"), key=lambda other: int(other.stem), default=path) if path.is_dir() else path
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            checkpoint = torch.load(newest, map_location="cpu", weights_only=True)
+        for name, wanted in identity(args).items():
+            if checkpoint[name] != wanted and (args.resume or name != "num_envs"):
+                refuse(f"--resume and --evaluate take a checkpoint of {name} {wanted}, {newest} has {checkpoint[name]}")
+    except Exception as error:
+        refuse(f"--resume and --evaluate take a checkpoint, {newest} is none: {type(error).__name__}")
+    return checkpoint
+
+
+def restore(state: dict[str, Tensor], checkpoint: dict, prefixes: tuple[str, ...] = ("",)) -> None:
+    """Copy a checkpoint's tensors whose names begin so into those of this run. Exits with status 2 where a shape differs."""
+    for name, tensor in state.items():
+        if not name.startswith(prefixes):
+            continue
+        shapes = [tuple(tensor.shape), tuple(checkpoint["state"][name].shape) if name in checkpoint["state"] else None]
+        if shapes[0] != shapes[1]:
+            refuse(f"--resume and --evaluate take a checkpoint with {name} of shape {shapes[0]}, this one has {shapes[1]}")
+        tensor.detach().copy_(checkpoint["state"][name])
+    torch.set_rng_state(checkpoint["rng"][0])
+    if torch.cuda.is_initialized() and len(checkpoint["rng"]) == 1 + torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(checkpoint["rng"][1:])
+
+
+def named_tensors(name: str, adam_state: Mapping) -> dict[str, Tensor]:
+    """Parameters and Adam's state by the names that checkpoints know; the eager script has as many steps as parameters."""
+    params, step = adam_state["params"], adam_state["step"]
+    steps = dict.fromkeys(params.keys(), step) if isinstance(step, Tensor) else step
+    state = {"params": params, "exp_avg": adam_state["exp_avg"], "exp_avg_sq": adam_state["exp_avg_sq"], "step": steps}
+    return {f"{name}.{kind}.{key}": tensor for kind, tensors in state.items() for key, tensor in tensors.items()}
+
+
+def evaluate(envs: gym.vector.VectorEnv, policy: Callable[[np.ndarray], np.ndarray], seeds: list) -> list[float]:
+    """Returns of whole episodes of a policy, which maps observations to actions: one a seed, in the one environment."""
+    returns = []
+    for seed in seeds:
+        obs, done, episode_return = envs.reset(seed=seed)[0], False, 0.0
+        while not done:
+            obs, rewards, terminated, truncated, _ = envs.step(policy(obs))
+            episode_return += float(rewards[0])
+            done = bool(terminated[0] or truncated[0])
+        returns.append(episode_return)
+    envs.close()
+    return returns
+
+
 if __name__ == "__main__":
     args = tyro.cli(Args)
     check_args(args)
@@ -403,7 +536,10 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     torch.manual_seed(args.seed)
 
+    start = args.resume or args.evaluate
+    checkpoint = load_checkpoint(start, args) if start else {}
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_name = checkpoint["run_name"] if args.resume else run_name
     envs = make_envs(args, run_name)
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(envs.single_action_space.shape)
     action_low, action_high = envs.single_action_space.low.ravel(), envs.single_action_space.high.ravel()
@@ -488,21 +624,44 @@ if __name__ == "__main__":
         adam_step(agent_state, clip_grads(grads, max_grad_norm), annealed_lr, eps=1e-5)
         record(**latest)
 
-    writer = make_writer(args, run_name)
-    env_seeds = np.random.SeedSequence(args.seed).generate_state(num_envs).tolist()
+    def best_actions(obs: np.ndarray) -> np.ndarray:
+        """The policy's mean actions for obs (1, ...), as an environment takes them; the moments of observations stay."""
+        obs = torch.as_tensor(obs_moments.standardise(obs.reshape(1, obs_dim)), dtype=torch.float32, device=device)
+        with torch.no_grad():
+            actions = agent.actor_mean(obs).cpu().numpy()
+        return actions.clip(action_low, action_high).reshape(1, *envs.single_action_space.shape)
+
+    tensors = named_tensors("agent", agent_state)
+    for name, moments in (("obs_moments", obs_moments), ("return_moments", return_moments)):
+        tensors |= {f"{name}.{key}": torch.from_numpy(array) for key, array in vars(moments).items()}
+
+    def save() -> None:
+        """Write a checkpoint."""
+        writer.flush()
+        save_checkpoint(args, run_name, global_step, [global_step, updates, logged_episodes, episodes], tensors)
+
+    episodes: list[tuple[int, float, int]] = []
+    global_step, updates, logged_episodes = 0, 0, 0
+    if args.resume:
+        global_step, updates, logged_episodes, episodes = checkpoint["progress"]
+        restore(tensors, checkpoint)
+    elif args.evaluate:
+        restore(tensors, checkpoint, ("agent.params", "obs_moments"))
+    first_step, saved_step = global_step, global_step
+    writer = make_writer(args, run_name, global_step)
+    env_seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(num_envs).tolist()
     next_obs = envs.reset(seed=env_seeds)[0].reshape(num_envs, obs_dim)
-    obs_moments.update(next_obs)
+    if not start:
+        obs_moments.update(next_obs)
     rollout_obs[-1] = obs_moments.standardise(next_obs)
     rollout_valid[-1] = 1
     valid, discounted_return = np.ones(num_envs, dtype=bool), np.zeros(num_envs)
     rollout_returns = np.zeros((num_steps, num_envs))
     episode_return, episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
-    episodes: list[tuple[int, float, int]] = []
-    global_step, updates, logged_episodes, exit_status = 0, 0, 0, 0
     sps, startup_seconds = None, None
 
-    bar = tqdm(total=args.total_timesteps, unit="step", dynamic_ncols=True)
-    try:
+    stopping = stop_when_asked()
+    with tqdm(total=args.total_timesteps, initial=global_step, unit="step", dynamic_ncols=True) as bar:
         # [fast 1] The policy, the preparation of the batch and the whole gradient step are one graph each.
         # Measured: 1.85 times the eager steps/s on two CPU cores.
         if args.compile:
@@ -527,9 +686,14 @@ if __name__ == "__main__":
 
         if device.type == "cuda":
             torch.cuda.synchronize()  # sync, once: SPS counts from here
+        if args.profile:
+            functions = {"policy": numpy_policy if act_on_cpu else act, "prepare": prepare, "update": update}
+            functions |= {"environment": envs.step}
+            policy, prepare, update, envs.step = profiled(args.profile, num_steps, functions)
+            numpy_policy, act = (policy, act) if act_on_cpu else (numpy_policy, policy)
         startup_seconds = time.perf_counter() - start_time
         sps_time = time.perf_counter()
-        while global_step + batch_size <= args.total_timesteps:
+        while global_step + batch_size <= args.total_timesteps and not (stopping or args.evaluate):
             learning_rate = args.learning_rate * (1 - global_step / args.total_timesteps if args.anneal_lr else 1)
             annealed_lr.fill_(learning_rate)  # [fast 2] a number would be frozen
             rollout[0] = rollout[-1]
@@ -582,23 +746,31 @@ if __name__ == "__main__":
             logged_episodes = len(episodes)
             values = torch.stack(list(losses.values())).tolist()  # sync: one for all losses
             scalars = {f"losses/{name}": value for name, value in zip(losses, values, strict=True)}
-            sps = global_step / (time.perf_counter() - sps_time)
+            sps = (global_step - first_step) / (time.perf_counter() - sps_time)
             write_scalars(writer, scalars | {"charts/SPS": sps, "charts/learning_rate": learning_rate}, global_step)
             recent = f", return {np.mean([value for _, value, _ in episodes[-10:]]):.1f}" if episodes else ""
             bar.set_postfix_str(f"SPS {sps:.0f}{recent}", refresh=False)
             bar.update(global_step - bar.n)
-    except KeyboardInterrupt:
-        exit_status = 130
-    finally:
-        bar.close()
+            if args.checkpoint_every and global_step - saved_step >= args.checkpoint_every:
+                saved_step = global_step
+                save()
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if args.save_model or (args.checkpoint_every and stopping):
+        save()
+    returns = []
+    if args.evaluate or (args.eval_episodes and not stopping):
+        eval_envs = make_envs(replace(args, num_envs=1), f"{run_name}/evaluation")
+        seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10).tolist()
+        returns = evaluate(eval_envs, best_actions, seeds)
     envs.close()
     writer.close()
     if args.track:
         sys.modules["wandb"].finish()  # before the summary, which has to be the last line
-    measured = {"total_timesteps": global_step, "updates": updates, "sps": sps}
+    measured = {"total_timesteps": global_step, "updates": updates, "sps": sps, "eval_returns": returns}
     measured |= {"compile": args.compile, "cudagraphs": cudagraphs}  # [fast 1, 4]
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}
     print(run_summary(args, device, [value for _, value, _ in episodes], **measured))
-    if exit_status:
-        sys.exit(exit_status)
+    if stopping:
+        sys.exit(128 + stopping[0])

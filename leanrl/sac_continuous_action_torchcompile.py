@@ -23,12 +23,14 @@ import os
 import platform
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -67,6 +69,18 @@ class Args:
     """the entity (team) of the Weights & Biases run"""
     capture_video: bool = False
     """record videos of the first environment under runs/<run>/videos"""
+    save_model: bool = False
+    """write a checkpoint at the end"""
+    checkpoint_every: int | None = None
+    """agent steps between two checkpoints, of which the newest two are kept"""
+    resume: Path | None = None
+    """go on with the run of this checkpoint; of a folder, its newest"""
+    evaluate: Path | None = None
+    """do not train, evaluate this checkpoint; of a folder, its newest"""
+    eval_episodes: int | None = None
+    """evaluate the agent at the end, over so many episodes; 10 with --evaluate"""
+    profile: Path | None = None
+    """a folder for a profile of some steps after warm-up, a trace and a table"""
     log_every: int = 100
     """agent steps between two log entries"""
 
@@ -115,7 +129,8 @@ def refuse(message: str) -> None:
 
 def check_args(args: Args) -> None:
     """Refuse argument values that cannot work, before anything is started."""
-    at_least_1 = ("log_every", "total_timesteps", "num_envs", "batch_size", "policy_frequency", "target_network_frequency")
+    at_least_1 = ("log_every", "checkpoint_every", "eval_episodes", "total_timesteps", "num_envs", "batch_size")
+    at_least_1 += ("policy_frequency", "target_network_frequency")
     ranges = {
         "seed": (0, 2**63 - 1),
         **dict.fromkeys(at_least_1, (1, math.inf)),
@@ -127,7 +142,7 @@ def check_args(args: Args) -> None:
     }
     for name, (low, high) in ranges.items():
         value = getattr(args, name)
-        if not low <= value <= high or value == math.inf:
+        if value is not None and (not low <= value <= high or value == math.inf):
             refuse(f"--{name.replace('_', '-')} takes a number from {low} to {high}, got {value}")
 
 
@@ -282,14 +297,19 @@ def adam_step(state: TensorDict, grads: dict[str, Tensor], lr: float | Tensor, e
 
 
 # ---- Logging ---------------------------------------------------------------------------------------------------------
-def make_writer(args: Args, run_name: str) -> SummaryWriter:
-    """Open the TensorBoard log runs/<run_name>, mirrored to Weights & Biases under --track."""
+def make_writer(args: Args, run_name: str, step: int) -> SummaryWriter:
+    """Open the TensorBoard log runs/<run_name> to go on after `step`, mirrored to Weights & Biases under --track."""
     if args.track:
         import wandb
 
         project, entity = args.wandb_project_name, args.wandb_entity
-        wandb.init(project=project, entity=entity, name=run_name, config=asdict(args), sync_tensorboard=True, save_code=True)
-    writer = SummaryWriter(f"runs/{run_name}")
+        options = {"id": run_name.replace("/", "_"), "name": run_name, "resume": "allow", "config": asdict(args)}
+        wandb.init(project=project, entity=entity, sync_tensorboard=True, save_code=True, **options)
+    try:
+        # What an interrupted run logged beyond its last checkpoint does not count.
+        writer = SummaryWriter(f"runs/{run_name}", purge_step=step + 1 if step else None)
+    except OSError as error:
+        refuse(f"runs/{run_name} cannot be written to: {error.strerror}")
     rows = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
     writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
     return writer
@@ -335,6 +355,121 @@ def run_summary(args: Args, device: torch.device, episode_returns: list[float], 
     return json.dumps(summary)
 
 
+def stop_when_asked() -> list[int]:
+    """A list that gets the signal of Ctrl+C or SIGTERM, for the loop to end after its step; the next one kills."""
+    asked: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: (asked.append(number), signal.signal(number, signal.SIG_DFL)))
+    return asked
+
+
+def profiled(folder: Path, steps: int, functions: dict[str, Callable]) -> list[Callable]:
+    """Wrap functions so that, after ten calls of `update`, a profile is taken over `steps` calls of `environment`.
+
+    Writes folder/trace.json, for chrome://tracing, and prints where the time went, on standard error.
+    """
+    profiler, calls = torch.profiler.profile(), dict.fromkeys(functions, 0)
+
+    def report() -> None:
+        profiler.stop()
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / "trace.json"))
+        events = {event.key: event for event in profiler.key_averages() if event.key.endswith(("Synchronize", *functions))}
+        for name, event in events.items():
+            each = f"{event.cpu_time_total / steps:10.1f} us a step"
+            print(f"{name:24}{event.count:8} calls{each}, slower than without the profile", file=sys.stderr)
+
+    def wrap(name: str, function: Callable) -> Callable:
+        def call(*args):
+            with torch.profiler.record_function(name):
+                result = function(*args)
+            if name == "update" or calls.get("update", 0) >= 10:
+                calls[name] += 1
+                if name == "environment" and calls[name] == 1:
+                    profiler.start()
+                elif name == "environment" and calls[name] == steps + 1:
+                    report()
+            return result
+
+        return call
+
+    return [wrap(name, function) for name, function in functions.items()]
+
+
+# ---- Checkpoint ------------------------------------------------------------------------------------------------------
+def identity(args: Args) -> dict[str, str | int]:
+    """What a checkpoint and the run that goes on with it have to agree on."""
+    algorithm = Path(__file__).stem.removesuffix("_torchcompile")
+    return {"format": 1, "algorithm": algorithm, "env_id": args.env_id, "num_envs": args.num_envs}
+
+
+def save_checkpoint(args: Args, run_name: str, step: int, progress: list, state: dict[str, Tensor]) -> None:
+    """Write runs/<run_name>/<step>.pt, whole or not at all, and keep the newest two. Only warns where it cannot be written."""
+    path = Path("runs", run_name, f"{step}.pt")
+    new = path.with_suffix(".new")
+    try:
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}  # sync; of slices their part
+        rng = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+        torch.save(identity(args) | {"run_name": run_name, "progress": progress, "rng": rng, "state": tensors}, new)
+        new.replace(path)
+        for old in sorted(path.parent.glob("*.pt"), key=lambda other: int(other.stem))[:-2]:
+            old.unlink()
+    except (OSError, RuntimeError) as error:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+        print(f"{Path(__file__).name}: warning: no checkpoint at step {step}: {error}".splitlines()[0], file=sys.stderr)
+
+
+def load_checkpoint(path: Path, args: Args) -> dict:
+    """Read a checkpoint, of a folder the newest; nothing in it is executed. Exits with status 2 where it does not fit."""
+    newest = max(path.glob("*.pt"), key=lambda other: int(other.stem), default=path) if path.is_dir() else path
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            checkpoint = torch.load(newest, map_location="cpu", weights_only=True)
+        for name, wanted in identity(args).items():
+            if checkpoint[name] != wanted and (args.resume or name != "num_envs"):
+                refuse(f"--resume and --evaluate take a checkpoint of {name} {wanted}, {newest} has {checkpoint[name]}")
+    except Exception as error:
+        refuse(f"--resume and --evaluate take a checkpoint, {newest} is none: {type(error).__name__}")
+    return checkpoint
+
+
+def restore(state: dict[str, Tensor], checkpoint: dict, prefixes: tuple[str, ...] = ("",)) -> None:
+    """Copy a checkpoint's tensors whose names begin so into those of this run. Exits with status 2 where a shape differs."""
+    for name, tensor in state.items():
+        if not name.startswith(prefixes):
+            continue
+        shapes = [tuple(tensor.shape), tuple(checkpoint["state"][name].shape) if name in checkpoint["state"] else None]
+        if shapes[0] != shapes[1]:
+            refuse(f"--resume and --evaluate take a checkpoint with {name} of shape {shapes[0]}, this one has {shapes[1]}")
+        tensor.detach().copy_(checkpoint["state"][name])
+    torch.set_rng_state(checkpoint["rng"][0])
+    if torch.cuda.is_initialized() and len(checkpoint["rng"]) == 1 + torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(checkpoint["rng"][1:])
+
+
+def named_tensors(name: str, adam_state: Mapping) -> dict[str, Tensor]:
+    """Parameters and Adam's state by the names that checkpoints know; the eager script has as many steps as parameters."""
+    params, step = adam_state["params"], adam_state["step"]
+    steps = dict.fromkeys(params.keys(), step) if isinstance(step, Tensor) else step
+    state = {"params": params, "exp_avg": adam_state["exp_avg"], "exp_avg_sq": adam_state["exp_avg_sq"], "step": steps}
+    return {f"{name}.{kind}.{key}": tensor for kind, tensors in state.items() for key, tensor in tensors.items()}
+
+
+def evaluate(envs: gym.vector.VectorEnv, policy: Callable[[np.ndarray], np.ndarray], seeds: list) -> list[float]:
+    """Returns of whole episodes of a policy, which maps observations to actions: one a seed, in the one environment."""
+    returns = []
+    for seed in seeds:
+        obs, done, episode_return = envs.reset(seed=seed)[0], False, 0.0
+        while not done:
+            obs, rewards, terminated, truncated, _ = envs.step(policy(obs))
+            episode_return += float(rewards[0])
+            done = bool(terminated[0] or truncated[0])
+        returns.append(episode_return)
+    envs.close()
+    return returns
+
+
 if __name__ == "__main__":
     args = tyro.cli(Args)
     check_args(args)
@@ -348,7 +483,10 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     torch.manual_seed(args.seed)
 
+    start = args.resume or args.evaluate
+    checkpoint = load_checkpoint(start, args) if start else {}
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_name = checkpoint["run_name"] if args.resume else run_name
     envs = make_envs(args, run_name)
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(envs.single_action_space.shape)
     bounds = np.stack([envs.single_action_space.low.ravel(), envs.single_action_space.high.ravel()])
@@ -437,17 +575,43 @@ if __name__ == "__main__":
         if update_target:
             critic_target_params.lerp_(critic_state["params"], tau)  # [fast 2] a foreach kernel, as in the eager script
 
-    writer = make_writer(args, run_name)
-    action_seed, *env_seeds = np.random.SeedSequence(args.seed).generate_state(1 + num_envs).tolist()
+    def best_actions(obs: np.ndarray) -> np.ndarray:
+        """The policy's mean actions for obs (1, ...), as an environment takes them."""
+        with torch.no_grad():
+            obs = torch.as_tensor(obs, dtype=torch.float32, device=device).view(1, obs_dim)
+            actions = torch.tanh(actor(obs)[0]) * action_scale + action_bias
+            return actions.cpu().numpy().reshape(1, *envs.single_action_space.shape)
+
+    tensors = named_tensors("actor", actor_state) | named_tensors("critic", critic_state) | named_tensors("alpha", alpha_state)
+    tensors |= {f"critic_target.{key}": tensor for key, tensor in critic_target.named_parameters()}
+
+    def contents() -> dict[str, Tensor]:
+        """The tensors that a checkpoint is copied from and to."""
+        return tensors | {"buffer": buffer[: min(global_step, capacity)]}
+
+    def save() -> None:
+        """Write a checkpoint."""
+        writer.flush()
+        save_checkpoint(args, run_name, global_step, [global_step, updates, logged_episodes, episodes], contents())
+
+    episodes: list[tuple[int, float, int]] = []
+    global_step, updates, logged_episodes = 0, 0, 0
+    if args.resume:
+        global_step, updates, logged_episodes, episodes = checkpoint["progress"]
+        size.fill_(min(global_step, capacity))
+        restore(contents(), checkpoint)
+    elif args.evaluate:
+        restore(tensors, checkpoint, ("actor.params",))
+    writer = make_writer(args, run_name, global_step)
+    action_seed, *env_seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(1 + num_envs).tolist()
     envs.action_space.seed(action_seed)
     row_obs[:] = envs.reset(seed=env_seeds)[0].reshape(num_envs, obs_dim)
     episode_return, episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
-    episodes: list[tuple[int, float, int]] = []
-    global_step, updates, logged_episodes, next_log, exit_status = 0, 0, 0, args.log_every, 0
-    sps, sps_step, sps_time, startup_seconds = None, 0, start_time, None
+    sps, startup_seconds, sps_step, saved_step = None, None, global_step, global_step
+    next_log = (global_step // args.log_every + 1) * args.log_every
 
-    bar = tqdm(total=args.total_timesteps, unit="step", dynamic_ncols=True)
-    try:
+    stopping = stop_when_asked()
+    with tqdm(total=args.total_timesteps, initial=global_step, unit="step", dynamic_ncols=True) as bar:
         # [fast 1] The policy and the whole gradient step are one graph each.
         # Measured: 1.39 times the eager steps/s; 0.88 times where backward() and optimizer.step() break the graph.
         if args.compile:
@@ -478,9 +642,12 @@ if __name__ == "__main__":
                         update(*kind)
             state.update_(saved)
 
+        if args.profile:
+            functions = {"policy": act, "update": update, "environment": envs.step}
+            act, update, envs.step = profiled(args.profile, 50, functions)
         startup_seconds = time.perf_counter() - start_time
         sps_time = time.perf_counter()
-        while global_step < args.total_timesteps:
+        while global_step < args.total_timesteps and not (stopping or args.evaluate):
             if global_step < args.learning_starts:
                 actions = envs.action_space.sample().reshape(num_envs, action_dim)
             else:
@@ -514,7 +681,7 @@ if __name__ == "__main__":
             row_obs[:] = next_obs.reshape(num_envs, obs_dim)
 
             if global_step >= next_log or global_step >= args.total_timesteps:
-                next_log += args.log_every
+                next_log = (global_step // args.log_every + 1) * args.log_every
                 for step, value, length in episodes[logged_episodes:]:
                     write_scalars(writer, {"charts/episodic_return": value, "charts/episodic_length": length}, step)
                 logged_episodes = len(episodes)
@@ -529,18 +696,27 @@ if __name__ == "__main__":
                 recent = f", return {np.mean([value for _, value, _ in episodes[-10:]]):.1f}" if episodes else ""
                 bar.set_postfix_str(f"SPS {sps:.0f}{recent}", refresh=False)
                 bar.update(global_step - bar.n)
-    except KeyboardInterrupt:
-        exit_status = 130
-    finally:
-        bar.close()
+                if args.checkpoint_every and global_step - saved_step >= args.checkpoint_every:
+                    saved_step = global_step
+                    save()
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if args.save_model or (args.checkpoint_every and stopping):
+        save()
+    returns = []
+    if args.evaluate or (args.eval_episodes and not stopping):
+        eval_envs = make_envs(replace(args, num_envs=1), f"{run_name}/evaluation")
+        eval_envs.autoreset_mode = AutoresetMode.NEXT_STEP  # nothing begins that is not played
+        seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10).tolist()
+        returns = evaluate(eval_envs, best_actions, seeds)
     envs.close()
     writer.close()
     if args.track:
         sys.modules["wandb"].finish()  # before the summary, which has to be the last line
-    measured = {"total_timesteps": global_step, "updates": updates, "sps": sps}
+    measured = {"total_timesteps": global_step, "updates": updates, "sps": sps, "eval_returns": returns}
     measured |= {"compile": args.compile, "cudagraphs": cudagraphs}  # [fast 1, 4]
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}
     print(run_summary(args, device, [value for _, value, _ in episodes], **measured))
-    if exit_status:
-        sys.exit(exit_status)
+    if stopping:
+        sys.exit(128 + stopping[0])

@@ -43,22 +43,24 @@ ROLLOUTS = ("--num-envs", "2", "--num-steps", "50", "--num-minibatches", "5", "-
 SHORT |= dict.fromkeys(ON_POLICY, (*ROLLOUTS, "--total-timesteps", "300"))
 
 
-def run(name: str, *args, cuda: bool = False) -> dict:
-    """Train in this process, in a temporary directory, on the CPU unless `cuda`; returns all globals of the script.
+def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> dict:
+    """Train in this process, on the CPU unless `cuda`; returns all globals of the script.
+
+    It runs in the directory, by default a temporary one.
 
     A script that exits with a status other than 0 raises SystemExit here.
     """
     path = str(LEANRL / f"{name}.py")
     argv = [path, *map(str, args), "--cuda" if cuda else "--no-cuda"]
-    with TemporaryDirectory() as directory, chdir(directory), patch.object(sys, "argv", argv):
+    with TemporaryDirectory() as temporary, chdir(directory or temporary), patch.object(sys, "argv", argv):
         return runpy.run_path(path, run_name="__main__")
 
 
-def play(name: str, *args, cuda: bool = False) -> dict:
+def play(name: str, *args, **options) -> dict:
     """Train like `run` in the scripted world of the script: envs.ScriptedGames in place of EnvPool, or else envs.Scripted."""
     env_id = "Breakout-v5" if "atari" in name else "envs:Scripted-v0"
     with patch("envpool.make", ScriptedGames):
-        return run(name, "--env-id", env_id, *args, cuda=cuda)
+        return run(name, "--env-id", env_id, *args, **options)
 
 
 def environment(**variables: str) -> dict[str, str]:

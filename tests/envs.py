@@ -121,13 +121,14 @@ def game_rows(seed: int) -> Iterator[Row]:
 class ScriptedGames:
     """In place of `envpool.make`: goes through GAMES whatever the actions are, which must be valid, and keeps the actions.
 
-    As with EnvPool, a lost life looks like an end, but for info["terminated"].
+    As with EnvPool, a lost life looks like an end, but for info["terminated"], unless the lives are one and scores whole.
     """
 
     observation_space, action_space = Box(0, 255, (4, 84, 84), np.uint8), Discrete(3)
 
     def __init__(self, task_id, *, env_type, num_envs, seed, episodic_life, reward_clip, **_):
-        assert (env_type, len(seed), episodic_life, reward_clip) == ("gymnasium", num_envs, True, True)
+        assert (env_type, len(seed), episodic_life) == ("gymnasium", num_envs, reward_clip)
+        self.episodic_life = episodic_life
         self.seeds: list[int] = seed
         self.actions: list[np.ndarray] = []
         self.steps = zip(*map(game_rows, seed), strict=True)
@@ -136,7 +137,7 @@ class ScriptedGames:
         self.step_ahead = next(self.steps)
         return np.stack([row.obs for row in self.step_ahead])
 
-    def reset(self):
+    def reset(self, *, seed=None):
         return self._observe(), {}
 
     def step(self, actions):
@@ -147,7 +148,9 @@ class ScriptedGames:
         game_over = (columns["over"] & ~columns["truncated"]).astype(np.int32)
         info = {"reward": columns["score"].astype(np.float32), "terminated": game_over}
         rewards = columns["reward"].astype(np.float32)
-        return self._observe(), rewards, columns["terminated"], columns["truncated"], info
+        if self.episodic_life:
+            return self._observe(), rewards, columns["terminated"], columns["truncated"], info
+        return self._observe(), info["reward"], game_over > 0, columns["truncated"], info
 
     def close(self):
         pass

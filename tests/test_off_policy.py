@@ -130,9 +130,7 @@ def test_exploration_has_the_right_deviation(untrained, name):
 # ---- Gradient steps --------------------------------------------------------------------------------------------------
 def gradient_steps(result: dict, network: str) -> int:
     """The steps that the optimizer of a network has made."""
-    if f"{network}_state" in result:
-        return int(result[f"{network}_state"]["step"])
-    return int(next(iter(result[f"{network}_optimizer"].state.values()))["step"])
+    return int(next(tensor for name, tensor in result["tensors"].items() if name.startswith(f"{network}.step.")))
 
 
 @pytest.mark.parametrize(

@@ -253,9 +253,7 @@ def test_a_seed_repeats_a_run(name):
 # ---- Gradient steps --------------------------------------------------------------------------------------------------
 def optimizer_steps(result: dict) -> int:
     """The steps that the optimizer has made."""
-    if "agent_state" in result:
-        return int(result["agent_state"]["step"])
-    return int(next(iter(result["optimizer"].state.values()))["step"])
+    return int(next(tensor for name, tensor in result["tensors"].items() if ".step." in name))
 
 
 @pytest.mark.parametrize("norm_adv", ["--norm-adv", "--no-norm-adv"])

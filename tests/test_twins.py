@@ -11,7 +11,7 @@ import torch
 import torch._inductor.config
 from conftest import OFF_POLICY, ROOT, SCRIPTS, assert_same_numbers, play, run
 
-SECTIONS = ["Arguments", "Environment", "Networks", "Algorithm", "Logging"]
+SECTIONS = ["Arguments", "Environment", "Networks", "Algorithm", "Logging", "Checkpoint"]
 FILES = [f"{script}{suffix}" for script in SCRIPTS for suffix in ("", "_torchcompile")]
 # What differs between algorithms by its nature; any other function or class of one name has one text.
 PER_ALGORITHM = {"check_args", "Actor", "Agent", "sample_actions", "make_envs"}
@@ -60,9 +60,9 @@ def test_every_script_has_the_same_sections(name):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_twin_sections_are_identical(script):
     eager, twin = sections(script), sections(f"{script}_torchcompile")
-    logging, twin_logging = (part["Logging"].split('\nif __name__ == "__main__":')[0] for part in (eager, twin))
-    assert twin_logging == logging
-    for title in ("Environment", "Networks"):
+    checkpoint, twin_checkpoint = (part["Checkpoint"].split('\nif __name__ == "__main__":')[0] for part in (eager, twin))
+    assert twin_checkpoint == checkpoint
+    for title in ("Environment", "Networks", "Logging"):
         assert twin[title] == eager[title]
     flags = re.compile(r'    compile: bool = False\n    """.*"""\n    cudagraphs: bool = False\n    """.*"""\n\n')
     arguments, removed = flags.subn("", twin["Arguments"])

@@ -1,0 +1,281 @@
+"""Checkpoints hold all that a run needs to go on, in the eager script and in the twin, and survive what happens to runs."""
+
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import LEANRL, OFF_POLICY, ON_POLICY, SCRIPTS, SHORT, TWINS, cli, environment, play, run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+PAIRS = [*zip(SCRIPTS, TWINS, strict=True), *zip(TWINS, SCRIPTS, strict=True), *zip(SCRIPTS, SCRIPTS, strict=True)]
+CONTINUOUS = [name for name in SCRIPTS if "atari" not in name]
+
+
+def short(name: str, steps: int) -> tuple[str, ...]:
+    """The arguments for a short run of so many steps."""
+    return (*SHORT[name][:-1], str(steps))
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    return sorted(directory.glob("runs/*/*.pt"), key=lambda path: int(path.stem))
+
+
+def held(globals_: dict) -> dict[str, torch.Tensor]:
+    """All that a checkpoint of this run would hold."""
+    return globals_["contents"]() if "contents" in globals_ else globals_["tensors"]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda name: name)
+def test_what_is_loaded_is_what_was_saved(first, second, tmp_path):
+    """Parameters, moments of Adam, buffers, normalisers and counters, from either script of a pair into the other."""
+    before = play(first, *short(first, 300), "--save-model", directory=tmp_path)
+    [path] = checkpoints(tmp_path)
+    # No step is left to be done.
+    after = play(second, *short(second, before["global_step"]), "--resume", path, directory=tmp_path)
+    for name in ("global_step", "updates", "logged_episodes", "episodes", "run_name"):
+        assert after[name] == before[name], name
+    assert before["updates"] > 0
+    torch.testing.assert_close(held(after), held(before), rtol=0, atol=0)
+    steps = [tensor for name, tensor in held(after).items() if ".step." in name]
+    assert steps
+    assert all(step > 0 for step in steps)
+    assert after["checkpoint"]["rng"][0].equal(torch.load(path, weights_only=True)["rng"][0])
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])
+def test_two_resumes_compute_the_same(name, tmp_path):
+    play(name, *short(name, 300), "--save-model", directory=tmp_path)
+    [path] = checkpoints(tmp_path)
+    runs = [play(name, *short(name, 600), "--resume", path, directory=tmp_path) for _ in range(2)]
+    assert runs[0]["global_step"] > 400
+    assert runs[0]["episodes"] == runs[1]["episodes"]
+    torch.testing.assert_close(held(runs[1]), held(runs[0]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in OFF_POLICY if name in SCRIPTS])
+def test_a_full_replay_buffer_goes_on_in_its_place(name, tmp_path):
+    options = ("--buffer-size", "128", "--batch-size", "32")
+    before = play(name, *short(name, 300), *options, "--save-model", directory=tmp_path)
+    old = before["buffer"].clone()
+    after = play(name, *short(name, 310), *options, "--resume", checkpoints(tmp_path)[0], directory=tmp_path)
+    changed = (after["buffer"] != old).any(dim=1).nonzero().flatten().tolist()
+    assert changed == [index % 128 for index in range(300, 310)] == list(range(44, 54))
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_the_schedule_and_the_curves_go_on(name, tmp_path):
+    play(name, *short(name, 400), "--checkpoint-every", "100", directory=tmp_path)
+    newest = checkpoints(tmp_path)[-1]
+    after = play(name, *short(name, 800), "--checkpoint-every", "100", "--resume", newest.parent, directory=tmp_path)
+    assert len(list(tmp_path.glob("runs/*"))) == 1
+    assert len(checkpoints(tmp_path)) == 2
+    log = EventAccumulator(str(newest.parent), size_guidance={"scalars": 0}).Reload()
+    if name in ON_POLICY:
+        rates = {event.step: event.value for event in log.Scalars("charts/learning_rate")}
+        # The last rollout of the second run, which knew of 800 steps.
+        assert min(rates.values()) == pytest.approx(after["learning_rate"])
+        assert after["learning_rate"] < 3e-4 / 2
+    logged = [(event.step, event.value) for event in log.Scalars("charts/episodic_return")]
+    assert logged == [(step, pytest.approx(value)) for step, value, _ in after["episodes"][: after["logged_episodes"]]]
+
+
+def test_a_run_without_checkpoints_writes_none(tmp_path):
+    play("td3_continuous_action", *SHORT["td3_continuous_action"], directory=tmp_path)
+    assert not checkpoints(tmp_path)
+
+
+def start(name: str, directory: Path, *args) -> subprocess.Popen:
+    """Start a run as a command."""
+    command = [sys.executable, str(LEANRL / f"{name}.py"), "--no-cuda", "--env-id", "envs:Scripted-v0", *args]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment()}
+    # Of a background job of a shell a child inherits that Ctrl+C is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return subprocess.Popen(command, cwd=directory, **options)
+
+
+def test_kill_9_at_any_moment_loses_no_checkpoint_and_leaves_whole_curves(tmp_path):
+    name = "td3_continuous_action"
+    chance = random.Random(1)
+    options = ("--learning-starts", "50", "--batch-size", "8", "--log-every", "10", "--checkpoint-every", "20")
+    for _ in range(10):
+        resume = ("--resume", str(checkpoints(tmp_path)[-1].parent)) if checkpoints(tmp_path) else ()
+        known = len(checkpoints(tmp_path)) and int(checkpoints(tmp_path)[-1].stem)
+        process = start(name, tmp_path, *options, *resume)
+        # Until it has gone on, and then for a moment more.
+        while (not checkpoints(tmp_path) or int(checkpoints(tmp_path)[-1].stem) <= known) and process.poll() is None:
+            time.sleep(0.02)
+        time.sleep(chance.uniform(0, 0.3))
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        for path in checkpoints(tmp_path):
+            torch.load(path, weights_only=True)
+    [folder] = tmp_path.glob("runs/*")
+    newest = int(checkpoints(tmp_path)[-1].stem)
+    total = newest // 100 * 100 + 100
+    process = start(name, tmp_path, *options, "--resume", str(folder), "--total-timesteps", str(total))
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in log.Scalars("charts/SPS")] == list(range(10, total + 1, 10))
+    episodes = [event.step for event in log.Scalars("charts/episodic_return")]
+    assert len(episodes) == len(set(episodes))
+    assert episodes == sorted(episodes)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("name", ["td3_continuous_action", "ppo_continuous_action"])
+def test_a_signal_ends_a_run_in_order_and_with_a_checkpoint(name, number, status, tmp_path):
+    options = ("--learning-starts", "50", "--batch-size", "8") if name in OFF_POLICY else ("--num-steps", "64")
+    process = start(name, tmp_path, *options, "--checkpoint-every", "100000")
+    while not list(tmp_path.glob("runs/*/events*")):
+        time.sleep(0.05)
+    time.sleep(1.5)
+    process.send_signal(number)
+    output, error = process.communicate(timeout=60)
+    assert process.returncode == status, error
+    [path] = checkpoints(tmp_path)
+    assert json.loads(output)["total_timesteps"] == int(path.stem) > 0
+
+
+class Executed:
+    """Leaves a trace where unpickling executes it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path):
+    name = "td3_continuous_action"
+    arguments = ("--no-cuda", "--env-id", "envs:Scripted-v0", *SHORT[name])
+    assert cli(name, *arguments, "--save-model", cwd=tmp_path).returncode == 0
+    [path] = checkpoints(tmp_path)
+    good = torch.load(path, weights_only=True)
+
+    def refusal(script: str, *args) -> str:
+        done = cli(script, "--no-cuda", *args, cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        [line] = done.stderr.splitlines()
+        return line.removeprefix(f"{script}.py: error: ")
+
+    takes = "--resume and --evaluate take a checkpoint"
+    other = tmp_path / "other.pt"
+    assert refusal("sac_continuous_action", "--resume", path, "--env-id", "envs:Scripted-v0").startswith(
+        f"{takes} of algorithm sac_continuous_action, {path} has td3_continuous_action"
+    )
+    assert refusal(name, "--resume", path, "--env-id", "Hopper-v4").startswith(f"{takes} of env_id Hopper-v4, {path} has ")
+    torch.save(good | {"format": 0}, other)
+    assert refusal(name, "--resume", other, *arguments[1:]) == f"{takes} of format 1, {other} has 0"
+    parameters = next(key for key in good["state"] if key.startswith("actor.params"))
+    smaller = good["state"] | {parameters: good["state"][parameters][:5]}
+    torch.save(good | {"state": smaller}, other)
+    assert f"with {parameters} of shape" in refusal(name, "--resume", other, *arguments[1:])
+    assert f"with {parameters} of shape" in refusal(name, "--evaluate", other, *arguments[1:])
+    missing = {key: tensor for key, tensor in good["state"].items() if key != parameters}
+    torch.save(good | {"state": missing}, other)
+    assert "has None" in refusal(name, "--resume", other, *arguments[1:])
+    assert "with buffer of shape" in refusal(name, "--resume", path, *arguments[1:], "--buffer-size", "256")
+    for content in (path.read_bytes()[:-1000], b"", b"no checkpoint", pickle.dumps(Executed(tmp_path / "executed"))):
+        other.write_bytes(content)
+        assert refusal(name, "--resume", other, *arguments[1:]).startswith(f"{takes}, {other} is none: ")
+    torch.save(Executed(tmp_path / "executed"), other)
+    assert refusal(name, "--evaluate", other, *arguments[1:]).startswith(f"{takes}, {other} is none: ")
+    assert not (tmp_path / "executed").exists()
+    assert refusal(name, "--resume", tmp_path / "nowhere", *arguments[1:]).startswith(takes)
+    (tmp_path / "empty").mkdir()
+    assert refusal(name, "--resume", tmp_path / "empty", *arguments[1:]).startswith(takes)
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
+    (tmp_path / "runs").touch()  # in its place a file: not even root can write below it
+    process = cli("td3_continuous_action", "--no-cuda", *SHORT["td3_continuous_action"], "--save-model", cwd=tmp_path)
+    assert process.returncode == 2
+    assert "cannot be written to" in process.stderr.splitlines()[-1]
+    assert "Traceback" not in process.stderr
+
+
+def test_a_full_disk_stops_nothing(tmp_path):
+    name = "td3_continuous_action"
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(tmp_path)], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {mount.stderr.strip()}")
+    try:
+        # Two checkpoints of 2.3 MiB fit, a third, which is written before the first is removed, does not.
+        options = ("--env-id", "envs:Scripted-v0", "--learning-starts", "50", "--total-timesteps", "600")
+        process = cli(name, "--no-cuda", *options, "--checkpoint-every", "100", cwd=tmp_path)
+        assert process.returncode == 0, process.stderr
+        warnings = [line for line in process.stderr.splitlines() if "warning: no checkpoint at step" in line]
+        assert warnings
+        assert json.loads(process.stdout)["total_timesteps"] == 600
+        kept = checkpoints(tmp_path)
+        assert 1 <= len(kept) <= 2
+        for path in kept:
+            torch.load(path, weights_only=True)
+        assert not list(tmp_path.glob("runs/*/*.new"))
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])
+def test_evaluation_repeats_itself_and_changes_nothing(name, tmp_path):
+    trained = play(name, *SHORT[name], "--save-model", "--eval-episodes", "3", directory=tmp_path)
+    assert len(trained["returns"]) == 3
+    again = play(name, "--evaluate", checkpoints(tmp_path)[0], "--eval-episodes", "3", directory=tmp_path)
+    assert again["global_step"] == again["updates"] == 0
+    acting = {key: tensor for key, tensor in held(again).items() if ".params." in key and key.startswith(("actor", "agent"))}
+    acting |= {key: tensor for key, tensor in held(again).items() if key.startswith("obs_moments")}
+    saved = torch.load(checkpoints(tmp_path)[0], weights_only=True)["state"]
+    torch.testing.assert_close({key: tensor.detach() for key, tensor in acting.items()}, {key: saved[key] for key in acting})
+    if "atari" not in name:
+        # Twice the same policy on the same world, whose rewards do not depend on the actions.
+        assert again["returns"] == trained["returns"]
+
+
+def test_evaluation_plays_whole_episodes_with_the_mean_actions(tmp_path):
+    name = "ppo_continuous_action"
+    arguments = ("--env-id", "InvertedPendulum-v4", "--total-timesteps", "4096", "--num-steps", "512", "--save-model")
+    trained = run(name, *arguments, "--eval-episodes", "2", directory=tmp_path)
+    again = run(name, "--env-id", "InvertedPendulum-v4", "--evaluate", checkpoints(tmp_path)[0].parent, directory=tmp_path)
+    assert len(again["returns"]) == 10
+    assert again["returns"][:2] == trained["returns"]  # the same episodes
+    means = trained["best_actions"](np.zeros((1, 4)))
+    assert means.shape == (1, 1)
+    assert np.array_equal(means, trained["best_actions"](np.zeros((1, 4))))
+
+
+@pytest.mark.parametrize("name", ["sac_continuous_action", "ppo_continuous_action", "ppo_atari_envpool_torchcompile"])
+def test_a_profile_tells_where_the_time_goes(name, tmp_path, capfd):
+    play(name, *short(name, 900), "--profile", "profile", directory=tmp_path)
+    events = json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
+    names = {event.get("name") for event in events}
+    assert {"policy", "update", "environment"} <= names
+    table = [line.split() for line in capfd.readouterr().err.splitlines() if line.endswith("without the profile")]
+    calls = {row[0]: int(row[1]) for row in table}
+    assert calls["environment"] == 50  # or num_steps, of which SHORT has as many
+    assert calls["update"] > 0
+
+
+def test_videos_of_the_trained_agent(tmp_path):
+    rendering = {"MUJOCO_GL": "egl"}
+    probe = "import gymnasium as gym; e = gym.make('InvertedPendulum-v4', render_mode='rgb_array'); e.reset(); e.render()"
+    if subprocess.run([sys.executable, "-c", probe], env=os.environ | rendering, capture_output=True).returncode:
+        pytest.skip("MUJOCO_GL=egl does not render here")
+    name, world = "td3_continuous_action", ("--env-id", "InvertedPendulum-v4")
+    assert cli(name, "--no-cuda", *world, *SHORT[name], "--save-model", cwd=tmp_path).returncode == 0
+    options = ("--evaluate", checkpoints(tmp_path)[0], "--eval-episodes", "1", "--capture-video")
+    process = cli(name, "--no-cuda", *world, *options, cwd=tmp_path, env=rendering)
+    assert process.returncode == 0, process.stderr
+    assert len(json.loads(process.stdout)["eval_returns"]) == 1
+    assert [video.stat().st_size > 1000 for video in tmp_path.glob("runs/*/evaluation/videos/*.mp4")] == [True]
