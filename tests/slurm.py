@@ -42,11 +42,11 @@ class SlurmUnavailable(Exception):  # noqa: N818 (a reason to skip a test, not a
     """Slurm cannot be started here; the message says why, in one line."""
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> bool:
     """Look until the condition holds, for so many seconds at most; returns whether it does."""
     end = time.monotonic() + seconds
     while not (holds := condition()) and time.monotonic() < end:
-        time.sleep(0.1)
+        time.sleep(0.05)
     return holds
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ def short(name: str, steps: int) -> tuple[str, ...]:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    return sorted(directory.glob("runs/*/*.pt"), key=lambda path: int(path.stem))
+    return sorted((path for path in directory.glob("runs/*/*.pt") if path.stem.isdecimal()), key=lambda path: int(path.stem))
 
 
 def held(globals_: dict) -> dict[str, torch.Tensor]:
@@ -187,6 +188,13 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path):
     torch.save(good | {"state": missing}, other)
     assert "has None" in refusal(name, "--resume", other, *arguments[1:])
     assert "with buffer of shape" in refusal(name, "--resume", path, *arguments[1:], "--buffer-size", "256")
+    for part in ("progress", "rng", "state", "run_name"):
+        torch.save({key: value for key, value in good.items() if key != part}, other)
+        assert refusal(name, "--resume", other, *arguments[1:]).startswith(f"{takes}, {other} is none: ")
+    for run_name in ("../elsewhere", "/elsewhere"):
+        torch.save(good | {"run_name": run_name}, other)
+        assert refusal(name, "--resume", other, *arguments[1:]).startswith(f"{takes}, {other} is none: ")
+    assert "exclude each other" in refusal(name, "--resume", path, "--evaluate", path, *arguments[1:])
     for content in (path.read_bytes()[:-1000], b"", b"no checkpoint", pickle.dumps(Executed(tmp_path / "executed"))):
         other.write_bytes(content)
         assert refusal(name, "--resume", other, *arguments[1:]).startswith(f"{takes}, {other} is none: ")
@@ -206,26 +214,58 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
     assert "Traceback" not in process.stderr
 
 
-def test_a_full_disk_stops_nothing(tmp_path):
-    name = "td3_continuous_action"
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of a few megabytes."""
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(tmp_path)], capture_output=True, text=True)
     if mount.returncode:
         pytest.skip(f"cannot mount a tmpfs: {mount.stderr.strip()}")
-    try:
-        # Two checkpoints of 2.3 MiB fit, a third, which is written before the first is removed, does not.
-        options = ("--env-id", "envs:Scripted-v0", "--learning-starts", "50", "--total-timesteps", "600")
-        process = cli(name, "--no-cuda", *options, "--checkpoint-every", "100", cwd=tmp_path)
-        assert process.returncode == 0, process.stderr
-        warnings = [line for line in process.stderr.splitlines() if "warning: no checkpoint at step" in line]
-        assert warnings
-        assert json.loads(process.stdout)["total_timesteps"] == 600
-        kept = checkpoints(tmp_path)
-        assert 1 <= len(kept) <= 2
-        for path in kept:
-            torch.load(path, weights_only=True)
-        assert not list(tmp_path.glob("runs/*/*.new"))
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def check_after_full_disk(process: subprocess.CompletedProcess, directory: Path) -> None:
+    """Training went on, with a warning, and the checkpoints that there are are whole."""
+    assert process.returncode == 0, process.stderr
+    assert "warning: no checkpoint at step" in process.stderr
+    assert json.loads(process.stdout)["total_timesteps"] > 0
+    kept = checkpoints(directory)
+    assert 1 <= len(kept) <= 2
+    for path in kept:
+        torch.load(path, weights_only=True)
+    assert not list(directory.glob("runs/*/*.new"))
+
+
+def test_a_disk_too_small_for_a_checkpoint_stops_nothing(small_disk):
+    name = "td3_continuous_action"
+    # Two checkpoints of 2.3 MiB fit, a third, which is written before the first is removed, does not.
+    options = ("--env-id", "envs:Scripted-v0", "--learning-starts", "50", "--total-timesteps", "600")
+    check_after_full_disk(cli(name, "--no-cuda", *options, "--checkpoint-every", "100", cwd=small_disk), small_disk)
+
+
+def test_a_disk_that_is_full_stops_nothing(small_disk):
+    options = ("--learning-starts", "50", "--batch-size", "8", "--log-every", "10", "--total-timesteps", "2000")
+    process = start("td3_continuous_action", small_disk, *options, "--checkpoint-every", "100")
+    while not checkpoints(small_disk):
+        time.sleep(0.02)
+    with suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
+        for size in (2**16, 1):
+            with suppress(OSError):
+                while True:
+                    filler.write(bytes(size))
+    output, error = process.communicate(timeout=120)
+    check_after_full_disk(subprocess.CompletedProcess([], process.returncode, output, error), small_disk)
+
+
+def test_a_future_that_was_given_up_is_dropped(tmp_path):
+    name = "td3_continuous_action"
+    options = ("--learning-starts", "50", "--batch-size", "8", "--log-every", "10", "--checkpoint-every", "50")
+    play(name, *options, "--total-timesteps", "200", directory=tmp_path)
+    assert [int(path.stem) for path in checkpoints(tmp_path)] == [150, 200]
+    (checkpoints(tmp_path)[0].parent / "best.pt").touch()  # not ours
+    play(name, *options, "--total-timesteps", "170", "--resume", tmp_path.glob("runs/*/150.pt").__next__(), directory=tmp_path)
+    [folder] = tmp_path.glob("runs/*")
+    assert sorted(path.name for path in folder.glob("*.pt")) == ["150.pt", "170.pt", "best.pt"]
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])

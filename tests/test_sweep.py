@@ -14,7 +14,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import results
-from slurm import SlurmUnavailable, slurm_cluster
+from slurm import SlurmUnavailable, slurm_cluster, wait_until
 
 # Prints a summary, after what the file named like its seed tells it to do, once or, with a trailing "!", each time.
 STAND_IN = """
@@ -101,7 +101,7 @@ class House:
         return path.read_text().splitlines() if path.exists() else []
 
     def wait_for_starts(self, count: int) -> None:
-        wait_until(lambda: len(self.starts()) >= count)
+        assert wait_until(lambda: len(self.starts()) >= count)
 
     def lines(self) -> list[dict]:
         """The results, which have to be in order."""
@@ -113,13 +113,6 @@ class House:
 
     def done(self) -> list[int]:
         return sorted(line["seed"] for line in self.lines() if line["status"] == "ok")
-
-
-def wait_until(condition, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -170,7 +163,7 @@ def test_after_kill_9_finished_runs_are_not_repeated(house):
     house.wait_for_starts(2)
     sweep.kill()
     sweep.wait()
-    wait_until(lambda: not house.stand_ins())  # the run ends with its sweep
+    assert wait_until(lambda: not house.stand_ins())  # the run ends with its sweep
     assert house.done() == [0]
     (house.leanrl / "hold").unlink()
     again = house.sweep()
@@ -465,8 +458,9 @@ def test_ctrl_c_cancels_the_jobs_on_slurm(house, cluster):
     house.wait_for_starts(1)
     sweep.send_signal(signal.SIGINT)
     assert sweep.wait(60) == 130
-    queue = subprocess.run(["squeue", "--noheader"], env=environment, capture_output=True, text=True)
-    assert queue.stdout == ""
+    squeue = ["squeue", "--noheader"]
+    # A cancelled job is in the queue until its node has cleaned up after it.
+    assert wait_until(lambda: not subprocess.run(squeue, env=environment, capture_output=True, check=True).stdout)
     assert not house.stand_ins()
 
 
