@@ -31,7 +31,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -272,13 +272,14 @@ def alpha_loss(log_alpha: Tensor, log_prob: Tensor, target_entropy: float) -> Te
     return -log_alpha.exp() * (log_prob + target_entropy).mean()
 
 
-def adam_tensors(params: dict[str, Tensor], optimizer: optim.Adam) -> dict[str, dict[str, Tensor]]:
-    """Named parameters and what Adam keeps of each, `exp_avg`, `exp_avg_sq` and `step`, made as at its first step."""
-    for param in params.values():
+def adam_tensors(name: str, params: dict[str, Tensor], optimizer: optim.Adam) -> dict[str, Tensor]:
+    """Make what Adam keeps of named parameters, as at its first step; returns both by the names that checkpoints know."""
+    tensors = {}
+    for key, param in params.items():
         moments = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
         optimizer.state[param] = {"step": torch.zeros((), device=param.device), **moments}
-    kinds = ("exp_avg", "exp_avg_sq", "step")
-    return {"params": params} | {kind: {key: optimizer.state[params[key]][kind] for key in params} for kind in kinds}
+        tensors |= {f"{name}.{kind}.{key}": x for kind, x in {"params": param, **optimizer.state[param]}.items()}
+    return tensors
 
 
 # ---- Logging ---------------------------------------------------------------------------------------------------------
@@ -287,14 +288,9 @@ def make_writer(args: Args, run_name: str, step: int) -> SummaryWriter:
     if args.track:
         import wandb
 
-        project, entity = args.wandb_project_name, args.wandb_entity
-        options = {
-            "id": "".join(c if c.isalnum() else "_" for c in run_name),
-            "name": run_name,
-            "resume": "allow",
-            "config": asdict(args),
-        }
-        wandb.init(project=project, entity=entity, sync_tensorboard=True, save_code=True, **options)
+        run_id = "".join(c if c.isalnum() else "_" for c in run_name)
+        options = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_name, "config": asdict(args)}
+        wandb.init(id=run_id, resume="allow", sync_tensorboard=True, save_code=True, **options)
     try:
         # What an interrupted run logged beyond its last checkpoint does not count.
         writer = SummaryWriter(f"runs/{run_name}", purge_step=step + 1 if args.resume else None)
@@ -349,11 +345,11 @@ def run_summary(args: Args, device: torch.device, episode_returns: list[float], 
 
 
 def stop_when_asked(asked: list[int], at_once: bool) -> None:
-    """Have Ctrl+C and SIGTERM note their number in the list and, `at_once`, interrupt; the next one kills."""
+    """Have Ctrl+C and SIGTERM note their number in the list, and interrupt: `at_once`, or else the second time."""
 
     def note(number: int, _) -> None:
         asked.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.default_int_handler)
         if at_once:
             raise KeyboardInterrupt
 
@@ -361,40 +357,38 @@ def stop_when_asked(asked: list[int], at_once: bool) -> None:
         signal.signal(number, note)
 
 
-def profiled(folder: Path, steps: int, functions: dict[str, Callable]) -> list[Callable]:
-    """Wrap functions so that, after ten calls of `update`, a profile is taken over `steps` calls of `environment`.
+def profiled(folder: Path, wait: int, steps: int, left: int, functions: dict[str, Callable]) -> list[Callable]:
+    """Wrap functions so that, after `wait` calls of "environment", a profile is taken over `steps` of the `left` calls.
 
-    Writes folder/trace.json, for chrome://tracing, and prints where the time went, on standard error.
+    Writes folder/trace.json, for chrome://tracing, and prints where the time of a step went, on standard error.
     """
+    if wait + steps > left:
+        refuse(f"--profile takes {wait + steps} steps of the environments, {left} are left")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         refuse(f"--profile takes a folder that can be written to, got {folder}: {error.strerror}")
-    profiler, calls = torch.profiler.profile(), dict.fromkeys(functions, 0)
 
-    def report() -> None:
-        profiler.stop()
+    def report(profiler: torch.profiler.profile) -> None:
         profiler.export_chrome_trace(str(folder / "trace.json"))
-        events = {event.key: event for event in profiler.key_averages() if event.key.endswith(("Synchronize", *functions))}
-        for name, event in events.items():
-            each = f"{event.cpu_time_total / steps:10.1f} us a step"
-            print(f"{name:24}{event.count:8} calls{each}, slower than without the profile", file=sys.stderr)
+        times = {event.key: event.cpu_time_total / steps for event in profiler.key_averages()}
+        rows = {name: times.get(name, 0.0) for name in functions}
+        rows["waiting for the device"] = sum(time for key, time in times.items() if key.endswith("Synchronize"))
+        rows["the rest"] = times["ProfilerStep*"] - sum(rows.values())
+        for name, each in rows.items():
+            print(f"{name:24}{each:10.1f} us a step{each / times['ProfilerStep*']:8.1%}, under the profiler", file=sys.stderr)
 
-    def wrap(name: str, function: Callable) -> Callable:
-        def call(*args):
-            with torch.profiler.record_function(name):
-                result = function(*args)
-            if name == "update" or calls.get("update", 0) >= 10:
-                calls[name] += 1
-                if name == "environment" and calls[name] == 1:
-                    profiler.start()
-                elif name == "environment" and calls[name] == steps + 1:
-                    report()
-            return result
+    schedule = torch.profiler.schedule(wait=wait - 1, warmup=1, active=steps, repeat=1)
+    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=report)
+    named = {name: torch.profiler.record_function(name)(function) for name, function in functions.items()}
 
-        return call
+    def environment(actions: np.ndarray) -> tuple:
+        result = named["environment"](actions)
+        profiler.step()
+        return result
 
-    return [wrap(name, function) for name, function in functions.items()]
+    profiler.start()
+    return [*(named | {"environment": environment}).values()]
 
 
 # ---- Checkpoint ------------------------------------------------------------------------------------------------------
@@ -409,15 +403,19 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("*.pt") if path.stem.isdecimal()), key=lambda path: int(path.stem))
 
 
-def save_checkpoint(args: Args, run_name: str, step: int, progress: list, state: dict[str, Tensor]) -> None:
-    """Write runs/<run_name>/<step>.pt, whole or not at all; it and the one before are kept. Only warns where it cannot."""
-    path = Path("runs", run_name, f"{step}.pt")
+def save_checkpoint(args: Args, run_name: str, writer: SummaryWriter, progress: list, state: dict[str, Tensor]) -> None:
+    """Write runs/<run_name>/<step>.pt, whole or not at all, `progress` beginning with the step; keep the one before, too.
+
+    What is logged so far is written out first, so that curves have no gap. Only warns where the disk is full.
+    """
+    path = Path("runs", run_name, f"{progress[0]}.pt")
     new = path.with_name("checkpoint.new")
     try:
-        tensors = {name: tensor.detach().cpu() for name, tensor in state.items()}  # sync
-        parts = {name: tensor.clone() for name, tensor in tensors.items() if tensor.untyped_storage().nbytes() > tensor.nbytes}
+        with suppress(OSError):
+            writer.flush()
         rng = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
-        torch.save(identity(args) | {"run_name": run_name, "progress": progress, "rng": rng, "state": tensors | parts}, new)
+        tensors = {name: tensor.detach() for name, tensor in state.items()}
+        torch.save(identity(args) | {"run_name": run_name, "progress": progress, "rng": rng, "state": tensors}, new)  # sync
         new.replace(path)
         found = checkpoints(path.parent)
         for other in {*found} - {*found[: found.index(path) + 1][-2:]}:  # with those of a future that was given up
@@ -425,7 +423,7 @@ def save_checkpoint(args: Args, run_name: str, step: int, progress: list, state:
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             new.unlink(missing_ok=True)
-        print(f"{Path(__file__).name}: warning: no checkpoint at step {step}: {error}".splitlines()[0], file=sys.stderr)
+        print(f"{Path(__file__).name}: warning: no checkpoint {path}: {error}".splitlines()[0], file=sys.stderr)
 
 
 def load_checkpoint(path: Path, args: Args) -> dict:
@@ -444,42 +442,29 @@ def load_checkpoint(path: Path, args: Args) -> dict:
     return checkpoint
 
 
-def restore(state: dict[str, Tensor], checkpoint: dict, prefixes: tuple[str, ...] = ("",)) -> None:
-    """Copy a checkpoint's tensors whose names begin so into those of this run. Exits with status 2 where a shape differs."""
-    for name, tensor in state.items():
-        if not name.startswith(prefixes):
-            continue
-        shapes = [tuple(tensor.shape), tuple(checkpoint["state"][name].shape) if name in checkpoint["state"] else None]
+def restore(tensors: dict[str, Tensor], checkpoint: dict) -> None:
+    """Copy a checkpoint's tensors into those of the same names. Exits with status 2 where a shape differs."""
+    for name, tensor in tensors.items():
+        saved = checkpoint["state"].get(name)
+        shapes = [None if x is None else tuple(x.shape) for x in (tensor, saved)]
         if shapes[0] != shapes[1]:
             refuse(f"--resume and --evaluate take a checkpoint with {name} of shape {shapes[0]}, this one has {shapes[1]}")
-        tensor.detach().copy_(checkpoint["state"][name])
+        tensor.detach().copy_(saved)
     torch.set_rng_state(checkpoint["rng"][0])
     if torch.cuda.is_initialized() and len(checkpoint["rng"]) == 1 + torch.cuda.device_count():
         torch.cuda.set_rng_state_all(checkpoint["rng"][1:])
 
 
-def named_tensors(name: str, adam_state: Mapping) -> dict[str, Tensor]:
-    """Parameters and Adam's state by the names that checkpoints know; the eager script has as many steps as parameters."""
-    params, step = adam_state["params"], adam_state["step"]
-    steps = dict.fromkeys(params.keys(), step) if isinstance(step, Tensor) else step
-    state = {"params": params, "exp_avg": adam_state["exp_avg"], "exp_avg_sq": adam_state["exp_avg_sq"], "step": steps}
-    return {f"{name}.{kind}.{key}": tensor for kind, tensors in state.items() for key, tensor in tensors.items()}
-
-
-def evaluate(envs: gym.vector.VectorEnv, policy: Callable, seeds: list, stopping: list) -> list[float]:
-    """Returns of whole episodes of a policy from observations to actions: one a seed, until `stopping` is not empty."""
-    returns = []
+def evaluate(envs: gym.vector.VectorEnv, policy: Callable, seeds: list) -> Iterator[float]:
+    """Play a whole episode a seed with a policy from observations to actions; yields their returns."""
     for seed in seeds:
         obs, done, episode_return = envs.reset(seed=seed)[0], False, 0.0
         while not done:
-            if stopping:
-                return returns
             obs, rewards, terminated, truncated, _ = envs.step(policy(obs))
             episode_return += float(rewards[0])
             done = bool(terminated[0] or truncated[0])
-        returns.append(episode_return)
+        yield episode_return
     envs.close()
-    return returns
 
 
 if __name__ == "__main__":
@@ -530,9 +515,6 @@ if __name__ == "__main__":
     critic_optimizer = optim.Adam(critic_params, lr=args.q_lr, fused=True)
     actor_optimizer = optim.Adam(actor_params, lr=args.policy_lr, fused=True)
     alpha_optimizer = optim.Adam([log_alpha.requires_grad_()], lr=args.q_lr, fused=True)
-    critic_state = adam_tensors(dict(critic.named_parameters()), critic_optimizer)
-    actor_state = adam_tensors(dict(actor.named_parameters()), actor_optimizer)
-    alpha_state = adam_tensors({"log_alpha": log_alpha}, alpha_optimizer)
     losses: dict[str, Tensor] = {}
 
     autotune, gamma, tau, batch_size = args.autotune, args.gamma, args.tau, args.batch_size
@@ -589,27 +571,19 @@ if __name__ == "__main__":
             actions = torch.tanh(actor(obs)[0]) * action_scale + action_bias
             return actions.cpu().numpy().reshape(1, *envs.single_action_space.shape)
 
-    tensors = named_tensors("actor", actor_state) | named_tensors("critic", critic_state) | named_tensors("alpha", alpha_state)
+    tensors = adam_tensors("actor", dict(actor.named_parameters()), actor_optimizer)
+    tensors |= adam_tensors("critic", dict(critic.named_parameters()), critic_optimizer)
+    tensors |= adam_tensors("alpha", {"log_alpha": log_alpha}, alpha_optimizer)
     tensors |= {f"critic_target.{key}": tensor for key, tensor in critic_target.named_parameters()}
-
-    def contents() -> dict[str, Tensor]:
-        """The tensors that a checkpoint is copied from and to."""
-        return tensors | {"buffer": buffer[: min(global_step, capacity)]}
-
-    def save() -> None:
-        """Write a checkpoint."""
-        with suppress(OSError):
-            writer.flush()
-        save_checkpoint(args, run_name, global_step, [global_step, updates, logged_episodes, episodes], contents())
 
     episodes: list[tuple[int, float, int]] = []
     global_step, updates, logged_episodes = 0, 0, 0
     if args.resume:
         global_step, updates, logged_episodes, episodes = checkpoint["progress"]
         size.fill_(min(global_step, capacity))
-        restore(contents(), checkpoint)
+        restore(tensors | {"buffer": buffer[:size]}, checkpoint)
     elif args.evaluate:
-        restore(tensors, checkpoint, ("actor.params",))
+        restore({name: tensor for name, tensor in tensors.items() if name.startswith("actor.params")}, checkpoint)
     writer = make_writer(args, run_name, global_step)
     action_seed, *env_seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(1 + num_envs).tolist()
     envs.action_space.seed(action_seed)
@@ -617,8 +591,11 @@ if __name__ == "__main__":
     episode_return, episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
     sps, startup_seconds, sps_step, saved_step = None, None, global_step, global_step
     next_log = (global_step // args.log_every + 1) * args.log_every
+    total_timesteps, save_last = args.total_timesteps, args.save_model or args.checkpoint_every is not None
+    last = global_step >= total_timesteps or args.evaluate is not None
 
     stopping: list[int] = []
+    returns: list[float] = []
     stop_when_asked(stopping, at_once=True)
     with (
         suppress(KeyboardInterrupt),
@@ -626,11 +603,13 @@ if __name__ == "__main__":
     ):
         if args.profile:
             functions = {"policy": act, "update": update, "environment": envs.step}
-            act, update, envs.step = profiled(args.profile, 50, functions)
+            wait = max(args.learning_starts - global_step, 0) // num_envs + 10
+            left = (total_timesteps - global_step) // num_envs
+            act, update, envs.step = profiled(args.profile, wait, 50, left, functions)
         stop_when_asked(stopping, at_once=False)  # from here on between two steps
         startup_seconds = time.perf_counter() - start_time
         sps_time = time.perf_counter()
-        while global_step < args.total_timesteps and not (stopping or args.evaluate):
+        while not last:
             if global_step < args.learning_starts:
                 actions = envs.action_space.sample().reshape(num_envs, action_dim)
             else:
@@ -663,7 +642,8 @@ if __name__ == "__main__":
                 size.fill_(global_step)
             row_obs[:] = next_obs.reshape(num_envs, obs_dim)
 
-            if global_step >= next_log or global_step >= args.total_timesteps:
+            last = bool(stopping) or global_step >= total_timesteps
+            if global_step >= next_log or last:
                 next_log = (global_step // args.log_every + 1) * args.log_every
                 for step, value, length in episodes[logged_episodes:]:
                     write_scalars(writer, {"charts/episodic_return": value, "charts/episodic_length": length}, step)
@@ -679,18 +659,17 @@ if __name__ == "__main__":
                 recent = f", return {np.mean([value for _, value, _ in episodes[-10:]]):.1f}" if episodes else ""
                 bar.set_postfix_str(f"SPS {sps:.0f}{recent}", refresh=False)
                 bar.update(global_step - bar.n)
-                if args.checkpoint_every and global_step - saved_step >= args.checkpoint_every:
+                if global_step - saved_step >= (args.checkpoint_every or math.inf) or (last and save_last):
                     saved_step = global_step
-                    save()
+                    progress = [global_step, updates, logged_episodes, episodes]
+                    save_checkpoint(args, run_name, writer, progress, tensors | {"buffer": buffer[:size].clone()})
 
-    if (args.save_model or args.checkpoint_every) and startup_seconds and not args.evaluate:
-        save()
-    returns = []
-    if args.evaluate or (args.eval_episodes and not stopping):
-        eval_envs = make_envs(replace(args, num_envs=1), f"{run_name}/evaluation")
-        eval_envs.autoreset_mode = AutoresetMode.NEXT_STEP  # nothing begins that is not played
-        seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10).tolist()
-        returns = evaluate(eval_envs, best_actions, seeds, stopping)
+        stop_when_asked(stopping, at_once=True)
+        if args.evaluate or (args.eval_episodes and not stopping):
+            eval_envs = make_envs(replace(args, num_envs=1), f"{run_name}/evaluation")
+            eval_envs.autoreset_mode = AutoresetMode.NEXT_STEP  # nothing begins that is not played
+            seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10).tolist()
+            returns.extend(evaluate(eval_envs, best_actions, seeds))
     envs.close()
     with suppress(OSError):
         writer.close()
@@ -700,7 +679,5 @@ if __name__ == "__main__":
     measured |= {"compile": False, "cudagraphs": False}
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}
     print(run_summary(args, device, [value for _, value, _ in episodes], **measured))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if stopping:
         sys.exit(128 + stopping[0])
