@@ -139,7 +139,7 @@ def check_args(args: Args) -> None:
         "seed": (0, 2**63 - 1),
         "env_threads": (0, 2**31 - 1),
         **dict.fromkeys(at_least_1, (1, math.inf)),
-        "total_timesteps": (args.num_envs * args.num_steps, math.inf),
+        "total_timesteps": (args.num_envs * args.num_steps * (2 if args.profile else 1), math.inf),
         **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
         **dict.fromkeys(not_negative, (0, math.inf)),
     }
@@ -149,6 +149,12 @@ def check_args(args: Args) -> None:
             refuse(f"--{name.replace('_', '-')} takes a number from {low} to {high}, got {value}")
     if args.num_envs * args.num_steps % args.num_minibatches:
         refuse(f"--num-minibatches takes a divisor of the {args.num_envs * args.num_steps} rows, got {args.num_minibatches}")
+    try:
+        (args.profile or Path()).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"--profile takes a folder that can be written to, got {args.profile}: {error.strerror}")
+    if args.resume and args.evaluate:
+        refuse("--resume and --evaluate exclude each other")
 
 
 # ---- Environment -----------------------------------------------------------------------------------------------------
@@ -313,28 +319,39 @@ def clip_grads(grads: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
     return {name: grad * scale for name, grad in grads.items()}
 
 
-# [fast 2] The eager script's Adam counts the steps of each parameter on its own.
-def adam_tensors(name: str, state: TensorDict) -> dict[str, Tensor]:
-    """Parameters and Adam's state by the names that checkpoints know."""
-    keys, kinds = list(state["params"].keys()), ("params", "exp_avg", "exp_avg_sq")
-    moments = {f"{name}.{kind}.{key}": state[kind][key] for kind in kinds for key in keys}
-    return moments | {f"{name}.step.{key}": state["step"] for key in keys}
+# [fast 2] The eager script's optimizer counts the steps of each parameter on its own.
+def named_tensors(**states: TensorDict) -> dict[str, Tensor]:
+    """Parameters and Adam's states by the names that checkpoints know."""
+    tensors = {}
+    for name, state in states.items():
+        for key in state["params"].keys():
+            tensors |= {f"{name}.{kind}.{key}": state[kind][key] for kind in ("params", "exp_avg", "exp_avg_sq")}
+            tensors[f"{name}.step.{key}"] = state["step"]
+    return tensors
 
 
 # ---- Logging ---------------------------------------------------------------------------------------------------------
-def make_writer(args: Args, run_name: str, step: int) -> SummaryWriter:
-    """Open the TensorBoard log runs/<run_name> to go on after `step`, mirrored to Weights & Biases under --track."""
+def make_writer(args: Args, folder: Path, step: int) -> SummaryWriter:
+    """Open the TensorBoard log in a run's folder to go on after `step`, mirrored to Weights & Biases under --track."""
     if args.track:
         import wandb
 
-        run_id = "".join(c if c.isalnum() else "_" for c in run_name)
-        options = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_name, "config": asdict(args)}
+        run_id = "".join(c if c.isalnum() else "_" for c in folder.name)[-64:]
+        options = {
+            "project": args.wandb_project_name,
+            "entity": args.wandb_entity,
+            "name": folder.name,
+            "config": asdict(args),
+        }
         wandb.init(id=run_id, resume="allow", sync_tensorboard=True, save_code=True, **options)
     try:
-        # What an interrupted run logged beyond its last checkpoint does not count.
-        writer = SummaryWriter(f"runs/{run_name}", purge_step=step + 1 if args.resume else None)
+        # What an interrupted run logged and saved beyond the checkpoint that it goes on from does not count.
+        writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume else None)
+        for path in checkpoints(folder) if args.resume else ():
+            if int(path.stem) > step:
+                path.unlink()
     except OSError as error:
-        refuse(f"runs/{run_name} cannot be written to: {error.strerror}")
+        refuse(f"{folder} cannot be written to: {error.strerror}")
     rows = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
     writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
     return writer
@@ -343,12 +360,11 @@ def make_writer(args: Args, run_name: str, step: int) -> SummaryWriter:
 def write_scalars(writer: SummaryWriter, scalars: dict[str, float], step: int) -> None:
     """Log scalars by name. One that is not finite ends the run with a message and exit status 1."""
     for name, value in scalars.items():
-        try:
+        with suppress(OSError):  # a full disk ends the log, as the writer tells, but not the training
             writer.add_scalar(name, value, step)
-        except OSError as error:
-            warnings.warn(f"the log goes no further: {error}", stacklevel=2)  # once; a full disk stops no training
         if not math.isfinite(value):
-            writer.close()
+            with suppress(OSError):
+                writer.close()
             raise SystemExit(f"{Path(__file__).name}: error: {name} is {value} at step {step}")
 
 
@@ -365,14 +381,14 @@ def run_summary(args: Args, device: torch.device, episode_returns: list[float], 
     git = ["git", "-C", Path(__file__).parent, "rev-parse", "--verify", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else None
     peak_memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    recent = {"episodic_return": episode_returns[-100:], "episodic_return_10": episode_returns[-10:]}
     summary = {
         "script": Path(__file__).stem,
         **{name: getattr(args, name) for name in ("env_id", "seed", "num_envs")},
         **measured,
         "peak_memory_mb": round(peak_memory_mb, 1),
         "peak_device_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20, 1) if gpu else None,
-        "episodic_return": float(np.mean(episode_returns[-100:])) if episode_returns else None,
-        "episodic_return_10": float(np.mean(episode_returns[-10:])) if episode_returns else None,
+        **{name: float(np.mean(values)) if values else None for name, values in recent.items()},
         "episodes": len(episode_returns),
         "argv": sys.argv[1:],
         "versions": versions,
@@ -396,23 +412,20 @@ def stop_when_asked(asked: list[int], at_once: bool) -> None:
         signal.signal(number, note)
 
 
-def profiled(folder: Path, wait: int, steps: int, left: int, functions: dict[str, Callable]) -> list[Callable]:
-    """Wrap functions so that, after `wait` calls of "environment", a profile is taken over `steps` of the `left` calls.
+def profiled(folder: Path, wait: int, steps: int, functions: dict[str, Callable]) -> list[Callable]:
+    """Wrap functions so that, after `wait` calls of "environment", a profile is taken over `steps` of them.
 
     Writes folder/trace.json, for chrome://tracing, and prints where the time of a step went, on standard error.
     """
-    if wait + steps > left:
-        refuse(f"--profile takes {wait + steps} steps of the environments, {left} are left")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse(f"--profile takes a folder that can be written to, got {folder}: {error.strerror}")
 
     def report(profiler: torch.profiler.profile) -> None:
         profiler.export_chrome_trace(str(folder / "trace.json"))
-        times = {event.key: event.cpu_time_total / steps for event in profiler.key_averages()}
+        # On CUDA, what ran there has an entry of the same name that took the CPU no time.
+        events = [event for event in profiler.key_averages() if event.cpu_time_total]
+        times = {event.key: event.cpu_time_total / steps for event in events}
         rows = {name: times.get(name, 0.0) for name in functions}
-        rows["waiting for the device"] = sum(time for key, time in times.items() if key.endswith("Synchronize"))
+        waits = [time for key, time in times.items() if key.endswith("Synchronize") or key == "cudaMemcpyAsync"]
+        rows["waiting for the device"] = sum(waits)
         rows["the rest"] = times["ProfilerStep*"] - sum(rows.values())
         for name, each in rows.items():
             print(f"{name:24}{each:10.1f} us a step{each / times['ProfilerStep*']:8.1%}, under the profiler", file=sys.stderr)
@@ -442,23 +455,22 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("*.pt") if path.stem.isdecimal()), key=lambda path: int(path.stem))
 
 
-def save_checkpoint(args: Args, run_name: str, writer: SummaryWriter, progress: list, state: dict[str, Tensor]) -> None:
-    """Write runs/<run_name>/<step>.pt, whole or not at all, `progress` beginning with the step; keep the one before, too.
+def save_checkpoint(args: Args, folder: Path, writer: SummaryWriter, progress: list, tensors: dict[str, Tensor]) -> None:
+    """Write folder/<step>.pt, whole or not at all, `progress` beginning with the step; keep the one before, too.
 
     What is logged so far is written out first, so that curves have no gap. Only warns where the disk is full.
     """
-    path = Path("runs", run_name, f"{progress[0]}.pt")
-    new = path.with_name("checkpoint.new")
+    path, new = folder / f"{progress[0]}.pt", folder / "checkpoint.new"
     try:
         with suppress(OSError):
             writer.flush()
-        rng = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
-        tensors = {name: tensor.detach() for name, tensor in state.items()}
-        torch.save(identity(args) | {"run_name": run_name, "progress": progress, "rng": rng, "state": tensors}, new)  # sync
+        rng = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+        # Through NumPy, because a slice of a tensor would be saved with all that it is a slice of.
+        state = {name: torch.from_numpy(tensor.detach().cpu().numpy()) for name, tensor in tensors.items()}  # sync
+        torch.save(identity(args) | {"progress": progress, "rng": rng, "state": state}, new)
         new.replace(path)
-        found = checkpoints(path.parent)
-        for other in {*found} - {*found[: found.index(path) + 1][-2:]}:  # with those of a future that was given up
-            other.unlink()
+        for older in checkpoints(folder)[:-2]:
+            older.unlink()
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             new.unlink(missing_ok=True)
@@ -467,31 +479,30 @@ def save_checkpoint(args: Args, run_name: str, writer: SummaryWriter, progress: 
 
 def load_checkpoint(path: Path, args: Args) -> dict:
     """Read a checkpoint, of a folder the newest; nothing in it is executed. Exits with status 2 where it does not fit."""
+    flag = "--resume" if args.resume else "--evaluate"
     newest = (checkpoints(path) or [path])[-1]
     try:
         with warnings.catch_warnings(action="ignore"):
             checkpoint = torch.load(newest, map_location="cpu", weights_only=True)
         for name, wanted in identity(args).items():
             if checkpoint[name] != wanted and (args.resume or name not in ("num_envs", "seed")):
-                refuse(f"--resume and --evaluate take a checkpoint of {name} {wanted}, {newest} has {checkpoint[name]}")
-        if {"progress", "rng", "state"} - checkpoint.keys() or {"/", ".."} & {*Path(checkpoint["run_name"]).parts}:
-            raise ValueError
+                refuse(f"{flag} takes a checkpoint of {name} {wanted}, {newest} has {checkpoint[name]}")
+        return {"folder": newest.resolve().parent, **{name: checkpoint[name] for name in ("progress", "rng", "state")}}
     except Exception as error:
-        refuse(f"--resume and --evaluate take a checkpoint, {newest} is none: {type(error).__name__}")
-    return checkpoint
+        refuse(f"{flag} takes a checkpoint, {newest} is none: {type(error).__name__}")
 
 
 def restore(tensors: dict[str, Tensor], checkpoint: dict) -> None:
-    """Copy a checkpoint's tensors into those of the same names. Exits with status 2 where a shape differs."""
-    for name, tensor in tensors.items():
-        saved = checkpoint["state"].get(name)
-        shapes = [None if x is None else tuple(x.shape) for x in (tensor, saved)]
+    """Move a checkpoint's tensors into those of the same names. Exits with status 2 where they have other names or shapes."""
+    state = checkpoint.pop("state")
+    for name in sorted(tensors.keys() | state.keys() - {"buffer"}):
+        shapes = [tuple(those[name].shape) if name in those else None for those in (tensors, state)]
         if shapes[0] != shapes[1]:
             refuse(f"--resume and --evaluate take a checkpoint with {name} of shape {shapes[0]}, this one has {shapes[1]}")
-        tensor.detach().copy_(saved)
+        tensors[name].detach().copy_(state[name])
     torch.set_rng_state(checkpoint["rng"][0])
-    if torch.cuda.is_initialized() and len(checkpoint["rng"]) == 1 + torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(checkpoint["rng"][1:])
+    if torch.cuda.is_initialized() and len(checkpoint["rng"]) > 1:
+        torch.cuda.set_rng_state(checkpoint["rng"][1])
 
 
 def evaluate(envs: gym.vector.VectorEnv, policy: Callable, seeds: list) -> Iterator[float]:
@@ -518,13 +529,14 @@ if __name__ == "__main__":
     torch.backends.cudnn.allow_tf32 = args.tf32  # on by default, for convolutions
     torch.manual_seed(args.seed)
 
-    if args.resume and args.evaluate:
-        refuse("--resume and --evaluate exclude each other")
-    start = args.resume or args.evaluate
-    checkpoint = load_checkpoint(start, args) if start else {}
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_name = checkpoint["run_name"] if args.resume else run_name
-    envs = make_envs(args, checkpoint["progress"][0] if args.resume else 0)
+    source = args.resume or args.evaluate
+    checkpoint = load_checkpoint(source, args) if source else {}
+    folder = Path("runs", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
+    folder = checkpoint["folder"] if args.resume else folder
+    global_step, updates, episodes = checkpoint["progress"] if args.resume else (0, 0, [])
+    logged_episodes, first_step, saved_step = len(episodes), global_step, global_step
+    videos = folder / "videos" / (f"from_step_{global_step}" if args.resume else "")
+    envs = make_envs(args, global_step)
     num_actions = int(envs.action_space.n)
 
     num_envs, num_steps, batch_size = args.num_envs, args.num_steps, args.num_envs * args.num_steps
@@ -610,17 +622,11 @@ if __name__ == "__main__":
             logits, _ = agent(torch.from_numpy(obs).to(device).permute(0, 2, 3, 1).contiguous())
             return logits.argmax(dim=1).int().cpu().numpy()
 
-    tensors = adam_tensors("agent", agent_state)
+    tensors = named_tensors(agent=agent_state)  # [fast 2]
 
-    episodes: list[tuple[int, float, int]] = []
-    global_step, updates, logged_episodes = 0, 0, 0
-    if args.resume:
-        global_step, updates, logged_episodes, episodes = checkpoint["progress"]
+    if checkpoint:
         restore(tensors, checkpoint)
-    elif args.evaluate:
-        restore({name: tensor for name, tensor in tensors.items() if name.startswith("agent.params")}, checkpoint)
-    first_step, saved_step = global_step, global_step
-    writer = make_writer(args, run_name, global_step)
+    writer = make_writer(args, folder, global_step)
     rollout_obs[-1].copy_(torch.from_numpy(envs.reset()[0]).permute(0, 2, 3, 1))
     rollout_valid[-1] = 1
     valid = np.ones(num_envs, dtype=bool)
@@ -634,12 +640,12 @@ if __name__ == "__main__":
     last = global_step + batch_size > total_timesteps or args.evaluate is not None
 
     stopping: list[int] = []
-    returns: list[float] = []
-    stop_when_asked(stopping, at_once=True)
+    eval_returns: list[float] = []
     with (
         suppress(KeyboardInterrupt),
         tqdm(total=args.total_timesteps, initial=global_step, unit="step", dynamic_ncols=True) as bar,
     ):
+        stop_when_asked(stopping, at_once=True)
         # [fast 1] The policy, the preparation of the batch and the whole gradient step are one graph each.
         # Measured: 1.06 times the eager steps/s on two CPU cores.
         if args.compile:
@@ -653,7 +659,7 @@ if __name__ == "__main__":
         elif args.cudagraphs:
             print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
         # [fast 5] Compile, warm up and capture before the first step, on the real state, which is then put back.
-        if args.compile or cudagraphs:
+        if (args.compile or cudagraphs) and not last:
             saved = agent_state.clone()
             with torch.random.fork_rng(devices=[torch.cuda.current_device()] if device.type == "cuda" else []):
                 for _ in range(6):
@@ -665,9 +671,8 @@ if __name__ == "__main__":
         if device.type == "cuda":
             torch.cuda.synchronize()  # sync, once: SPS counts from here
         if args.profile:
-            left = (total_timesteps - global_step) // batch_size * num_steps
             functions = {"policy": act, "prepare": prepare, "update": update, "environment": envs.step}
-            act, prepare, update, envs.step = profiled(args.profile, num_steps, num_steps, left, functions)
+            act, prepare, update, envs.step = profiled(args.profile, num_steps, num_steps, functions)
         stop_when_asked(stopping, at_once=False)  # from here on between two steps
         startup_seconds = time.perf_counter() - start_time
         sps_time = time.perf_counter()
@@ -697,7 +702,7 @@ if __name__ == "__main__":
                     if capped_cubic_video_schedule(games):
                         frames.append(envs.render(env_ids=[0])[0])
                     if over[0]:
-                        save_video(frames, f"runs/{run_name}/videos", fps=15, episode_index=games)
+                        save_video(frames, str(videos), fps=15, episode_index=games)
                         frames, games = [], games + 1
 
             buffer.copy_(rollout)
@@ -722,10 +727,10 @@ if __name__ == "__main__":
             last = bool(stopping) or global_step + batch_size > total_timesteps
             if global_step - saved_step >= (args.checkpoint_every or math.inf) or (last and save_last):
                 saved_step = global_step
-                save_checkpoint(args, run_name, writer, [global_step, updates, logged_episodes, episodes], tensors)
+                save_checkpoint(args, folder, writer, [global_step, updates, episodes], tensors)
 
-        stop_when_asked(stopping, at_once=True)
         if args.evaluate or (args.eval_episodes and not stopping):
+            stop_when_asked(stopping, at_once=True)
             eval_envs = make_envs(replace(args, num_envs=1), 0, learning=False)
             if args.capture_video:
                 step, shots = eval_envs.step, []
@@ -736,15 +741,16 @@ if __name__ == "__main__":
                     return step(actions)
 
                 eval_envs.step = recorded_step
-            returns.extend(evaluate(eval_envs, best_actions, [None] * (args.eval_episodes or 10)))
+            eval_returns.extend(evaluate(eval_envs, best_actions, [None] * (args.eval_episodes or 10)))
             if args.capture_video:
-                save_video(shots, f"runs/{run_name}/evaluation/videos", fps=15)
+                save_video(shots, str(folder / "evaluation" / "videos"), fps=15)
+    stop_when_asked(stopping, at_once=False)
     envs.close()
     with suppress(OSError):
         writer.close()
     if args.track:
         sys.modules["wandb"].finish()  # before the summary, which has to be the last line
-    measured = {"total_timesteps": global_step, "updates": updates, "sps": sps, "eval_returns": returns}
+    measured = {"total_timesteps": global_step, "updates": updates, "sps": sps, "eval_returns": eval_returns}
     measured |= {"compile": args.compile, "cudagraphs": cudagraphs}  # [fast 1, 4]
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}
     print(run_summary(args, device, [value for _, value, _ in episodes], **measured))

@@ -124,11 +124,12 @@ def refuse(message: str) -> None:
 
 def check_args(args: Args) -> None:
     """Refuse argument values that cannot work, before anything is started."""
-    at_least_1 = ("log_every", "checkpoint_every", "eval_episodes", "total_timesteps", "num_envs", "batch_size")
+    at_least_1 = ("log_every", "checkpoint_every", "eval_episodes", "num_envs", "batch_size")
     at_least_1 += ("policy_frequency", "target_network_frequency")
     ranges = {
         "seed": (0, 2**63 - 1),
         **dict.fromkeys(at_least_1, (1, math.inf)),
+        "total_timesteps": (args.learning_starts + 60 * args.num_envs if args.profile else 1, math.inf),
         "buffer_size": (max(args.batch_size, args.num_envs), math.inf),
         "learning_starts": (0, args.total_timesteps - 1),
         **dict.fromkeys(("gamma", "tau"), (0, 1)),
@@ -139,17 +140,23 @@ def check_args(args: Args) -> None:
         value = getattr(args, name)
         if value is not None and (not low <= value <= high or value == math.inf):
             refuse(f"--{name.replace('_', '-')} takes a number from {low} to {high}, got {value}")
+    try:
+        (args.profile or Path()).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"--profile takes a folder that can be written to, got {args.profile}: {error.strerror}")
+    if args.resume and args.evaluate:
+        refuse("--resume and --evaluate exclude each other")
 
 
 # ---- Environment -----------------------------------------------------------------------------------------------------
-def make_envs(args: Args, run_name: str) -> SyncVectorEnv:
-    """Build the environments, stepped in turn, each reset in the step that ends its episode; the first may record videos.
+def make_envs(args: Args, videos: Path | None, autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP) -> SyncVectorEnv:
+    """Build the environments, stepped in turn, each reset in the step that ends its episode; the first may record `videos`.
 
     Exits with status 2 where the environment is unknown or has other than Box observations and bounded Box actions.
     """
 
     def make_env(index: int) -> gym.Env:
-        video = args.capture_video and index == 0
+        video = args.capture_video and videos is not None and index == 0
         try:
             env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video else {}))
         except (gym.error.Error, ImportError) as error:
@@ -159,12 +166,12 @@ def make_envs(args: Args, run_name: str) -> SyncVectorEnv:
             refuse(f"--env-id takes an environment with Box observations, {args.env_id} has {env.observation_space}")
         if not (isinstance(env.action_space, gym.spaces.Box) and env.action_space.is_bounded()):
             refuse(f"--env-id takes an environment with bounded Box actions, {args.env_id} has {env.action_space}")
-        return gym.wrappers.RecordVideo(env, f"runs/{run_name}/videos", disable_logger=True) if video else env
+        return gym.wrappers.RecordVideo(env, str(videos), disable_logger=True) if video else env
 
     warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature's figures are those of -v4
     env_fns = [partial(make_env, index) for index in range(args.num_envs)]
     # copy=False: an observation is copied once, into the row that goes to the replay buffer.
-    return SyncVectorEnv(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    return SyncVectorEnv(env_fns, copy=False, autoreset_mode=autoreset_mode)
 
 
 # ---- Networks --------------------------------------------------------------------------------------------------------
@@ -273,29 +280,37 @@ def alpha_loss(log_alpha: Tensor, log_prob: Tensor, target_entropy: float) -> Te
 
 
 def adam_tensors(name: str, params: dict[str, Tensor], optimizer: optim.Adam) -> dict[str, Tensor]:
-    """Make what Adam keeps of named parameters, as at its first step; returns both by the names that checkpoints know."""
+    """Zero moments and step counts of Adam for named parameters, made ahead; returns all by names that checkpoints know."""
     tensors = {}
     for key, param in params.items():
-        moments = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
-        optimizer.state[param] = {"step": torch.zeros((), device=param.device), **moments}
-        tensors |= {f"{name}.{kind}.{key}": x for kind, x in {"params": param, **optimizer.state[param]}.items()}
+        moments = {kind: torch.zeros_like(param) for kind in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[param] = kept = moments | {"step": torch.zeros((), device=param.device)}
+        tensors |= {f"{name}.{kind}.{key}": tensor for kind, tensor in {"params": param, **kept}.items()}
     return tensors
 
 
 # ---- Logging ---------------------------------------------------------------------------------------------------------
-def make_writer(args: Args, run_name: str, step: int) -> SummaryWriter:
-    """Open the TensorBoard log runs/<run_name> to go on after `step`, mirrored to Weights & Biases under --track."""
+def make_writer(args: Args, folder: Path, step: int) -> SummaryWriter:
+    """Open the TensorBoard log in a run's folder to go on after `step`, mirrored to Weights & Biases under --track."""
     if args.track:
         import wandb
 
-        run_id = "".join(c if c.isalnum() else "_" for c in run_name)
-        options = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_name, "config": asdict(args)}
+        run_id = "".join(c if c.isalnum() else "_" for c in folder.name)[-64:]
+        options = {
+            "project": args.wandb_project_name,
+            "entity": args.wandb_entity,
+            "name": folder.name,
+            "config": asdict(args),
+        }
         wandb.init(id=run_id, resume="allow", sync_tensorboard=True, save_code=True, **options)
     try:
-        # What an interrupted run logged beyond its last checkpoint does not count.
-        writer = SummaryWriter(f"runs/{run_name}", purge_step=step + 1 if args.resume else None)
+        # What an interrupted run logged and saved beyond the checkpoint that it goes on from does not count.
+        writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume else None)
+        for path in checkpoints(folder) if args.resume else ():
+            if int(path.stem) > step:
+                path.unlink()
     except OSError as error:
-        refuse(f"runs/{run_name} cannot be written to: {error.strerror}")
+        refuse(f"{folder} cannot be written to: {error.strerror}")
     rows = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
     writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
     return writer
@@ -304,12 +319,11 @@ def make_writer(args: Args, run_name: str, step: int) -> SummaryWriter:
 def write_scalars(writer: SummaryWriter, scalars: dict[str, float], step: int) -> None:
     """Log scalars by name. One that is not finite ends the run with a message and exit status 1."""
     for name, value in scalars.items():
-        try:
+        with suppress(OSError):  # a full disk ends the log, as the writer tells, but not the training
             writer.add_scalar(name, value, step)
-        except OSError as error:
-            warnings.warn(f"the log goes no further: {error}", stacklevel=2)  # once; a full disk stops no training
         if not math.isfinite(value):
-            writer.close()
+            with suppress(OSError):
+                writer.close()
             raise SystemExit(f"{Path(__file__).name}: error: {name} is {value} at step {step}")
 
 
@@ -326,14 +340,14 @@ def run_summary(args: Args, device: torch.device, episode_returns: list[float], 
     git = ["git", "-C", Path(__file__).parent, "rev-parse", "--verify", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else None
     peak_memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    recent = {"episodic_return": episode_returns[-100:], "episodic_return_10": episode_returns[-10:]}
     summary = {
         "script": Path(__file__).stem,
         **{name: getattr(args, name) for name in ("env_id", "seed", "num_envs")},
         **measured,
         "peak_memory_mb": round(peak_memory_mb, 1),
         "peak_device_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20, 1) if gpu else None,
-        "episodic_return": float(np.mean(episode_returns[-100:])) if episode_returns else None,
-        "episodic_return_10": float(np.mean(episode_returns[-10:])) if episode_returns else None,
+        **{name: float(np.mean(values)) if values else None for name, values in recent.items()},
         "episodes": len(episode_returns),
         "argv": sys.argv[1:],
         "versions": versions,
@@ -357,23 +371,20 @@ def stop_when_asked(asked: list[int], at_once: bool) -> None:
         signal.signal(number, note)
 
 
-def profiled(folder: Path, wait: int, steps: int, left: int, functions: dict[str, Callable]) -> list[Callable]:
-    """Wrap functions so that, after `wait` calls of "environment", a profile is taken over `steps` of the `left` calls.
+def profiled(folder: Path, wait: int, steps: int, functions: dict[str, Callable]) -> list[Callable]:
+    """Wrap functions so that, after `wait` calls of "environment", a profile is taken over `steps` of them.
 
     Writes folder/trace.json, for chrome://tracing, and prints where the time of a step went, on standard error.
     """
-    if wait + steps > left:
-        refuse(f"--profile takes {wait + steps} steps of the environments, {left} are left")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse(f"--profile takes a folder that can be written to, got {folder}: {error.strerror}")
 
     def report(profiler: torch.profiler.profile) -> None:
         profiler.export_chrome_trace(str(folder / "trace.json"))
-        times = {event.key: event.cpu_time_total / steps for event in profiler.key_averages()}
+        # On CUDA, what ran there has an entry of the same name that took the CPU no time.
+        events = [event for event in profiler.key_averages() if event.cpu_time_total]
+        times = {event.key: event.cpu_time_total / steps for event in events}
         rows = {name: times.get(name, 0.0) for name in functions}
-        rows["waiting for the device"] = sum(time for key, time in times.items() if key.endswith("Synchronize"))
+        waits = [time for key, time in times.items() if key.endswith("Synchronize") or key == "cudaMemcpyAsync"]
+        rows["waiting for the device"] = sum(waits)
         rows["the rest"] = times["ProfilerStep*"] - sum(rows.values())
         for name, each in rows.items():
             print(f"{name:24}{each:10.1f} us a step{each / times['ProfilerStep*']:8.1%}, under the profiler", file=sys.stderr)
@@ -403,23 +414,22 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("*.pt") if path.stem.isdecimal()), key=lambda path: int(path.stem))
 
 
-def save_checkpoint(args: Args, run_name: str, writer: SummaryWriter, progress: list, state: dict[str, Tensor]) -> None:
-    """Write runs/<run_name>/<step>.pt, whole or not at all, `progress` beginning with the step; keep the one before, too.
+def save_checkpoint(args: Args, folder: Path, writer: SummaryWriter, progress: list, tensors: dict[str, Tensor]) -> None:
+    """Write folder/<step>.pt, whole or not at all, `progress` beginning with the step; keep the one before, too.
 
     What is logged so far is written out first, so that curves have no gap. Only warns where the disk is full.
     """
-    path = Path("runs", run_name, f"{progress[0]}.pt")
-    new = path.with_name("checkpoint.new")
+    path, new = folder / f"{progress[0]}.pt", folder / "checkpoint.new"
     try:
         with suppress(OSError):
             writer.flush()
-        rng = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
-        tensors = {name: tensor.detach() for name, tensor in state.items()}
-        torch.save(identity(args) | {"run_name": run_name, "progress": progress, "rng": rng, "state": tensors}, new)  # sync
+        rng = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+        # Through NumPy, because a slice of a tensor would be saved with all that it is a slice of.
+        state = {name: torch.from_numpy(tensor.detach().cpu().numpy()) for name, tensor in tensors.items()}  # sync
+        torch.save(identity(args) | {"progress": progress, "rng": rng, "state": state}, new)
         new.replace(path)
-        found = checkpoints(path.parent)
-        for other in {*found} - {*found[: found.index(path) + 1][-2:]}:  # with those of a future that was given up
-            other.unlink()
+        for older in checkpoints(folder)[:-2]:
+            older.unlink()
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             new.unlink(missing_ok=True)
@@ -428,31 +438,30 @@ def save_checkpoint(args: Args, run_name: str, writer: SummaryWriter, progress: 
 
 def load_checkpoint(path: Path, args: Args) -> dict:
     """Read a checkpoint, of a folder the newest; nothing in it is executed. Exits with status 2 where it does not fit."""
+    flag = "--resume" if args.resume else "--evaluate"
     newest = (checkpoints(path) or [path])[-1]
     try:
         with warnings.catch_warnings(action="ignore"):
             checkpoint = torch.load(newest, map_location="cpu", weights_only=True)
         for name, wanted in identity(args).items():
             if checkpoint[name] != wanted and (args.resume or name not in ("num_envs", "seed")):
-                refuse(f"--resume and --evaluate take a checkpoint of {name} {wanted}, {newest} has {checkpoint[name]}")
-        if {"progress", "rng", "state"} - checkpoint.keys() or {"/", ".."} & {*Path(checkpoint["run_name"]).parts}:
-            raise ValueError
+                refuse(f"{flag} takes a checkpoint of {name} {wanted}, {newest} has {checkpoint[name]}")
+        return {"folder": newest.resolve().parent, **{name: checkpoint[name] for name in ("progress", "rng", "state")}}
     except Exception as error:
-        refuse(f"--resume and --evaluate take a checkpoint, {newest} is none: {type(error).__name__}")
-    return checkpoint
+        refuse(f"{flag} takes a checkpoint, {newest} is none: {type(error).__name__}")
 
 
 def restore(tensors: dict[str, Tensor], checkpoint: dict) -> None:
-    """Copy a checkpoint's tensors into those of the same names. Exits with status 2 where a shape differs."""
-    for name, tensor in tensors.items():
-        saved = checkpoint["state"].get(name)
-        shapes = [None if x is None else tuple(x.shape) for x in (tensor, saved)]
+    """Move a checkpoint's tensors into those of the same names. Exits with status 2 where they have other names or shapes."""
+    state = checkpoint.pop("state")
+    for name in sorted(tensors.keys() | state.keys() - {"buffer"}):
+        shapes = [tuple(those[name].shape) if name in those else None for those in (tensors, state)]
         if shapes[0] != shapes[1]:
             refuse(f"--resume and --evaluate take a checkpoint with {name} of shape {shapes[0]}, this one has {shapes[1]}")
-        tensor.detach().copy_(saved)
+        tensors[name].detach().copy_(state[name])
     torch.set_rng_state(checkpoint["rng"][0])
-    if torch.cuda.is_initialized() and len(checkpoint["rng"]) == 1 + torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(checkpoint["rng"][1:])
+    if torch.cuda.is_initialized() and len(checkpoint["rng"]) > 1:
+        torch.cuda.set_rng_state(checkpoint["rng"][1])
 
 
 def evaluate(envs: gym.vector.VectorEnv, policy: Callable, seeds: list) -> Iterator[float]:
@@ -480,13 +489,14 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     torch.manual_seed(args.seed)
 
-    if args.resume and args.evaluate:
-        refuse("--resume and --evaluate exclude each other")
-    start = args.resume or args.evaluate
-    checkpoint = load_checkpoint(start, args) if start else {}
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_name = checkpoint["run_name"] if args.resume else run_name
-    envs = make_envs(args, run_name)
+    source = args.resume or args.evaluate
+    checkpoint = load_checkpoint(source, args) if source else {}
+    folder = Path("runs", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
+    folder = checkpoint["folder"] if args.resume else folder
+    global_step, updates, episodes = checkpoint["progress"] if args.resume else (0, 0, [])
+    logged_episodes, first_update, saved_step = len(episodes), updates, global_step
+    videos = folder / "videos" / (f"from_step_{global_step}" if args.resume else "")
+    envs = make_envs(args, None if args.evaluate else videos)
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(envs.single_action_space.shape)
     bounds = np.stack([envs.single_action_space.low.ravel(), envs.single_action_space.high.ravel()])
     action_low, action_high = torch.tensor(bounds, dtype=torch.float32, device=device)
@@ -569,43 +579,37 @@ if __name__ == "__main__":
         with torch.no_grad():
             obs = torch.as_tensor(obs, dtype=torch.float32, device=device).view(1, obs_dim)
             actions = torch.tanh(actor(obs)[0]) * action_scale + action_bias
-            return actions.cpu().numpy().reshape(1, *envs.single_action_space.shape)
+            return actions.clamp(action_low, action_high).cpu().numpy().reshape(1, *envs.single_action_space.shape)
 
     tensors = adam_tensors("actor", dict(actor.named_parameters()), actor_optimizer)
     tensors |= adam_tensors("critic", dict(critic.named_parameters()), critic_optimizer)
     tensors |= adam_tensors("alpha", {"log_alpha": log_alpha}, alpha_optimizer)
     tensors |= {f"critic_target.{key}": tensor for key, tensor in critic_target.named_parameters()}
 
-    episodes: list[tuple[int, float, int]] = []
-    global_step, updates, logged_episodes = 0, 0, 0
-    if args.resume:
-        global_step, updates, logged_episodes, episodes = checkpoint["progress"]
+    if checkpoint:
         size.fill_(min(global_step, capacity))
-        restore(tensors | {"buffer": buffer[:size]}, checkpoint)
-    elif args.evaluate:
-        restore({name: tensor for name, tensor in tensors.items() if name.startswith("actor.params")}, checkpoint)
-    writer = make_writer(args, run_name, global_step)
+        restore(tensors | ({"buffer": buffer[:size]} if args.resume else {}), checkpoint)
+    writer = make_writer(args, folder, global_step)
     action_seed, *env_seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(1 + num_envs).tolist()
     envs.action_space.seed(action_seed)
     row_obs[:] = envs.reset(seed=env_seeds)[0].reshape(num_envs, obs_dim)
     episode_return, episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
-    sps, startup_seconds, sps_step, saved_step = None, None, global_step, global_step
+    sps, startup_seconds, sps_step = None, None, global_step
     next_log = (global_step // args.log_every + 1) * args.log_every
     total_timesteps, save_last = args.total_timesteps, args.save_model or args.checkpoint_every is not None
     last = global_step >= total_timesteps or args.evaluate is not None
 
     stopping: list[int] = []
-    returns: list[float] = []
-    stop_when_asked(stopping, at_once=True)
+    eval_returns: list[float] = []
     with (
         suppress(KeyboardInterrupt),
         tqdm(total=args.total_timesteps, initial=global_step, unit="step", dynamic_ncols=True) as bar,
     ):
+        stop_when_asked(stopping, at_once=True)
         if args.profile:
             functions = {"policy": act, "update": update, "environment": envs.step}
             wait = max(args.learning_starts - global_step, 0) // num_envs + 10
-            left = (total_timesteps - global_step) // num_envs
-            act, update, envs.step = profiled(args.profile, wait, 50, left, functions)
+            act, update, envs.step = profiled(args.profile, wait, 50, functions)
         stop_when_asked(stopping, at_once=False)  # from here on between two steps
         startup_seconds = time.perf_counter() - start_time
         sps_time = time.perf_counter()
@@ -613,7 +617,7 @@ if __name__ == "__main__":
             if global_step < args.learning_starts:
                 actions = envs.action_space.sample().reshape(num_envs, action_dim)
             else:
-                if updates == 0:
+                if updates == first_update:
                     if device.type == "cuda":
                         torch.cuda.synchronize()  # sync, once: SPS counts from the first step that learns
                     sps_step, sps_time = global_step, time.perf_counter()
@@ -648,7 +652,7 @@ if __name__ == "__main__":
                 for step, value, length in episodes[logged_episodes:]:
                     write_scalars(writer, {"charts/episodic_return": value, "charts/episodic_length": length}, step)
                 logged_episodes = len(episodes)
-                if updates > 0:
+                if updates >= first_update + policy_frequency:  # all losses are known
                     latest = losses | {"alpha": log_alpha.detach().exp()}
                     values = torch.stack([loss.mean() for loss in latest.values()]).tolist()  # sync: one for all losses
                     scalars = {f"losses/{name}": value for name, value in zip(latest, values, strict=True)}
@@ -661,21 +665,22 @@ if __name__ == "__main__":
                 bar.update(global_step - bar.n)
                 if global_step - saved_step >= (args.checkpoint_every or math.inf) or (last and save_last):
                     saved_step = global_step
-                    progress = [global_step, updates, logged_episodes, episodes]
-                    save_checkpoint(args, run_name, writer, progress, tensors | {"buffer": buffer[:size].clone()})
+                    progress = [global_step, updates, episodes]
+                    save_checkpoint(args, folder, writer, progress, tensors | {"buffer": buffer[:size]})
 
-        stop_when_asked(stopping, at_once=True)
         if args.evaluate or (args.eval_episodes and not stopping):
-            eval_envs = make_envs(replace(args, num_envs=1), f"{run_name}/evaluation")
-            eval_envs.autoreset_mode = AutoresetMode.NEXT_STEP  # nothing begins that is not played
+            stop_when_asked(stopping, at_once=True)
+            # NEXT_STEP, so that nothing begins that is not played.
+            eval_envs = make_envs(replace(args, num_envs=1), folder / "evaluation" / "videos", AutoresetMode.NEXT_STEP)
             seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10).tolist()
-            returns.extend(evaluate(eval_envs, best_actions, seeds))
+            eval_returns.extend(evaluate(eval_envs, best_actions, seeds))
+    stop_when_asked(stopping, at_once=False)
     envs.close()
     with suppress(OSError):
         writer.close()
     if args.track:
         sys.modules["wandb"].finish()  # before the summary, which has to be the last line
-    measured = {"total_timesteps": global_step, "updates": updates, "sps": sps, "eval_returns": returns}
+    measured = {"total_timesteps": global_step, "updates": updates, "sps": sps, "eval_returns": eval_returns}
     measured |= {"compile": False, "cudagraphs": False}
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}
     print(run_summary(args, device, [value for _, value, _ in episodes], **measured))

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import LEANRL, OFF_POLICY, ON_POLICY, SCRIPTS, SHORT, TWINS, cli, environment, play, run
+from conftest import LEANRL, OFF_POLICY, ON_POLICY, SCRIPTS, SHORT, TWINS, cli, environment, play, resume_with_warm_up, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 PAIRS = [*zip(SCRIPTS, TWINS, strict=True), *zip(TWINS, SCRIPTS, strict=True), *zip(SCRIPTS, SCRIPTS, strict=True)]
@@ -43,24 +44,48 @@ def test_what_is_loaded_is_what_was_saved(first, second, tmp_path):
     [path] = checkpoints(tmp_path)
     # No step is left to be done.
     after = play(second, *short(second, before["global_step"]), "--resume", path, directory=tmp_path)
-    for name in ("global_step", "updates", "logged_episodes", "episodes", "run_name"):
+    for name in ("global_step", "updates", "logged_episodes", "episodes"):
         assert after[name] == before[name], name
     assert before["updates"] > 0
     torch.testing.assert_close(held(after), held(before), rtol=0, atol=0)
     steps = [tensor for name, tensor in held(after).items() if ".step." in name]
     assert steps
     assert all(step > 0 for step in steps)
-    assert after["checkpoint"]["rng"][0].equal(torch.load(path, weights_only=True)["rng"][0])
+    assert after["folder"].samefile(tmp_path / before["folder"])
+    assert torch.get_rng_state().equal(torch.load(path, weights_only=True)["rng"][0])  # `after` drew none
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_compiling_leaves_what_was_loaded(script, tmp_path):
+    resume_with_warm_up(script, "--compile", directory=tmp_path)
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Steps and values of all that a run logged, by name, but for the speed."""
+    log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    names = [name for name in log.Tags()["scalars"] if name != "charts/SPS"]
+    return {name: [(event.step, event.value) for event in log.Scalars(name)] for name in names}
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])
-def test_two_resumes_compute_the_same(name, tmp_path):
-    play(name, *short(name, 300), "--save-model", directory=tmp_path)
-    [path] = checkpoints(tmp_path)
-    runs = [play(name, *short(name, 600), "--resume", path, directory=tmp_path) for _ in range(2)]
-    assert runs[0]["global_step"] > 400
+def test_two_resumes_compute_and_log_the_same(name, tmp_path):
+    small = ("--batch-size", "32") if name in OFF_POLICY else ()
+    steps = 2300 if "atari" not in name else 600
+    (tmp_path / "first").mkdir()
+    play(name, *short(name, 300), *small, "--save-model", directory=tmp_path / "first")
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    runs = []
+    for directory in (tmp_path / "first", tmp_path / "second"):
+        [path] = checkpoints(directory)
+        runs.append(play(name, *short(name, steps), *small, "--resume", path, directory=directory))
+    assert runs[0]["global_step"] > steps - 200
     assert runs[0]["episodes"] == runs[1]["episodes"]
     torch.testing.assert_close(held(runs[1]), held(runs[0]), rtol=0, atol=0)
+    first, second = (curves(path) for path in tmp_path.glob("*/runs/*"))
+    assert first == second
+    losses = "losses/qf_loss" if name in OFF_POLICY else "losses/value_loss"
+    assert len(first[losses]) > 3
+    assert max(step for step, _ in first[losses]) > steps - 200
 
 
 @pytest.mark.parametrize("name", [name for name in OFF_POLICY if name in SCRIPTS])
@@ -104,10 +129,13 @@ def start(name: str, directory: Path, *args) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=directory, **options)
 
 
-def test_kill_9_at_any_moment_loses_no_checkpoint_and_leaves_whole_curves(tmp_path):
-    name = "td3_continuous_action"
+@pytest.mark.parametrize("name", ["td3_continuous_action", "ppo_continuous_action"])
+def test_kill_9_at_any_moment_loses_no_checkpoint_and_leaves_whole_curves(name, tmp_path):
     chance = random.Random(1)
-    options = ("--learning-starts", "50", "--batch-size", "8", "--log-every", "10", "--checkpoint-every", "20")
+    apart = 10 if name in OFF_POLICY else 32  # at most so many steps are from one log entry to the next
+    options = ("--learning-starts", "50", "--batch-size", "8", "--log-every", "10")
+    options = options if name in OFF_POLICY else ("--num-steps", "32", "--num-minibatches", "2")
+    options = (*options, "--checkpoint-every", "20")
     for _ in range(10):
         resume = ("--resume", str(checkpoints(tmp_path)[-1].parent)) if checkpoints(tmp_path) else ()
         known = len(checkpoints(tmp_path)) and int(checkpoints(tmp_path)[-1].stem)
@@ -128,7 +156,10 @@ def test_kill_9_at_any_moment_loses_no_checkpoint_and_leaves_whole_curves(tmp_pa
     _, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
     log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    assert [event.step for event in log.Scalars("charts/SPS")] == list(range(10, total + 1, 10))
+    steps = [event.step for event in log.Scalars("charts/SPS")]
+    gaps = np.diff(steps, prepend=0)
+    assert set(gaps) == {10} if name in OFF_POLICY else 0 < gaps.min() <= gaps.max() <= apart
+    assert total - apart <= steps[-1] <= total
     episodes = [event.step for event in log.Scalars("charts/episodic_return")]
     assert len(episodes) == len(set(episodes))
     assert episodes == sorted(episodes)
@@ -172,7 +203,7 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path):
         [line] = done.stderr.splitlines()
         return line.removeprefix(f"{script}.py: error: ")
 
-    takes = "--resume and --evaluate take a checkpoint"
+    takes = "--resume takes a checkpoint"
     other = tmp_path / "other.pt"
     assert refusal("sac_continuous_action", "--resume", path, "--env-id", "envs:Scripted-v0").startswith(
         f"{takes} of algorithm sac_continuous_action, {path} has td3_continuous_action"
@@ -188,19 +219,22 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path):
     missing = {key: tensor for key, tensor in good["state"].items() if key != parameters}
     torch.save(good | {"state": missing}, other)
     assert "has None" in refusal(name, "--resume", other, *arguments[1:])
+    torch.save(good | {"state": good["state"] | {"actor.params.fc9.weight": torch.zeros(1)}}, other)
+    assert "with actor.params.fc9.weight of shape None" in refusal(name, "--resume", other, *arguments[1:])
+    for flag in ("--num-envs", "--seed"):
+        assert refusal(name, "--resume", path, *arguments[1:], flag, "2").startswith(
+            f"{takes} of {flag[2:].replace('-', '_')} 2, "
+        )
     assert "with buffer of shape" in refusal(name, "--resume", path, *arguments[1:], "--buffer-size", "256")
-    for part in ("progress", "rng", "state", "run_name"):
+    for part in ("progress", "rng", "state", "algorithm"):
         torch.save({key: value for key, value in good.items() if key != part}, other)
-        assert refusal(name, "--resume", other, *arguments[1:]).startswith(f"{takes}, {other} is none: ")
-    for run_name in ("../elsewhere", "/elsewhere"):
-        torch.save(good | {"run_name": run_name}, other)
         assert refusal(name, "--resume", other, *arguments[1:]).startswith(f"{takes}, {other} is none: ")
     assert "exclude each other" in refusal(name, "--resume", path, "--evaluate", path, *arguments[1:])
     for content in (path.read_bytes()[:-1000], b"", b"no checkpoint", pickle.dumps(Executed(tmp_path / "executed"))):
         other.write_bytes(content)
         assert refusal(name, "--resume", other, *arguments[1:]).startswith(f"{takes}, {other} is none: ")
     torch.save(Executed(tmp_path / "executed"), other)
-    assert refusal(name, "--evaluate", other, *arguments[1:]).startswith(f"{takes}, {other} is none: ")
+    assert refusal(name, "--evaluate", other, *arguments[1:]).startswith(f"--evaluate takes a checkpoint, {other} is none: ")
     assert not (tmp_path / "executed").exists()
     assert refusal(name, "--resume", tmp_path / "nowhere", *arguments[1:]).startswith(takes)
     (tmp_path / "empty").mkdir()
@@ -272,7 +306,7 @@ def test_a_future_that_was_given_up_is_dropped(tmp_path):
 @pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])
 def test_evaluation_repeats_itself_and_changes_nothing(name, tmp_path):
     trained = play(name, *SHORT[name], "--save-model", "--eval-episodes", "3", directory=tmp_path)
-    assert len(trained["returns"]) == 3
+    assert len(trained["eval_returns"]) == 3
     again = play(name, "--evaluate", checkpoints(tmp_path)[0], "--eval-episodes", "3", directory=tmp_path)
     assert again["global_step"] == again["updates"] == 0
     acting = {key: tensor for key, tensor in held(again).items() if ".params." in key and key.startswith(("actor", "agent"))}
@@ -281,7 +315,7 @@ def test_evaluation_repeats_itself_and_changes_nothing(name, tmp_path):
     torch.testing.assert_close({key: tensor.detach() for key, tensor in acting.items()}, {key: saved[key] for key in acting})
     if "atari" not in name:
         # Twice the same policy on the same world, whose rewards do not depend on the actions.
-        assert again["returns"] == trained["returns"]
+        assert again["eval_returns"] == trained["eval_returns"]
 
 
 def test_evaluation_plays_whole_episodes_with_the_mean_actions(tmp_path):
@@ -289,8 +323,8 @@ def test_evaluation_plays_whole_episodes_with_the_mean_actions(tmp_path):
     arguments = ("--env-id", "InvertedPendulum-v4", "--total-timesteps", "4096", "--num-steps", "512", "--save-model")
     trained = run(name, *arguments, "--eval-episodes", "2", directory=tmp_path)
     again = run(name, "--env-id", "InvertedPendulum-v4", "--evaluate", checkpoints(tmp_path)[0].parent, directory=tmp_path)
-    assert len(again["returns"]) == 10
-    assert again["returns"][:2] == trained["returns"]  # the same episodes
+    assert len(again["eval_returns"]) == 10
+    assert again["eval_returns"][:2] == trained["eval_returns"]  # the same episodes
     means = trained["best_actions"](np.zeros((1, 4)))
     assert means.shape == (1, 1)
     assert np.array_equal(means, trained["best_actions"](np.zeros((1, 4))))
@@ -304,9 +338,7 @@ def test_a_profile_tells_where_the_time_goes(name, tmp_path, capfd):
     table = [line for line in capfd.readouterr().err.splitlines() if line.endswith("under the profiler")]
     shares = {line[:24].strip(): float(line.split("us a step")[1].split("%")[0]) for line in table}
     assert {"policy", "update", "environment", "waiting for the device", "the rest"} <= shares.keys()
-    assert sum(shares.values()) == pytest.approx(100, abs=0.5)
-    assert shares["environment"] > 0
-    assert shares["update"] > 0
+    assert min(shares["environment"], shares["update"], shares["policy"], shares["the rest"]) > 0
 
 
 def test_videos_of_the_trained_agent(tmp_path):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch._inductor.config
-from conftest import OFF_POLICY, SCRIPTS, SHORT, assert_same_numbers, play, run
+from conftest import OFF_POLICY, SCRIPTS, SHORT, assert_same_numbers, play, resume_with_warm_up, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,6 +53,12 @@ def test_twin_on_cuda_computes_what_the_eager_script_does(script, flags):
     with torch._inductor.config.patch(fallback_random=True):
         twin = train(f"{script}_torchcompile", *args, *flags, cuda=True)
     assert_same_numbers(eager, twin, atol=atol)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_captured_run_goes_on_from_a_checkpoint(script, tmp_path):
+    flags = (*ON_DEVICE.get(script, ()), "--compile", "--cudagraphs")
+    resume_with_warm_up(script, *flags, cuda=True, directory=tmp_path)
 
 
 def assert_policy_is_random(run: dict) -> None:
