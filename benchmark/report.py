@@ -150,16 +150,17 @@ def mean_return(runs: list[dict]) -> str:
 
 
 def curve_table(curves: list[dict]) -> str:
-    """A learning curve in ten rows: the mean return of the episodes that ended between one row's step and the one before."""
+    """Learning curves in ten rows: the mean return of the episodes that ended between one row's step and the one before.
+
+    Where there is more than one, columns are named by the last part of their job.
+    """
+    names = [curve["job"].rsplit("-", 1)[1] for curve in curves] if len(curves) > 1 else ["mean return"]
     rows = []
-    for curve in curves:
-        steps, returns = np.array(curve["step"]), np.array(curve["episodic_return"])
-        edges = np.linspace(0, steps[-1], 11)
-        for low, high in itertools.pairwise(edges):
-            inside = (steps > low) & (steps <= high)
-            if inside.any():
-                rows.append([f"{high:,.0f}", f"{returns[inside].mean():.1f}"])
-    return markdown(["agent steps", "mean return"], rows)
+    for low, high in itertools.pairwise(np.linspace(0, max(curve["step"][-1] for curve in curves), 11)):
+        ended = [zip(curve["step"], curve["episodic_return"], strict=True) for curve in curves]
+        inside = [[value for step, value in episodes if low < step <= high] for episodes in ended]
+        rows.append([f"{high:,.0f}", *(f"{np.mean(values):.1f}" if values else "" for values in inside)])
+    return markdown(["agent steps", *names], rows)
 
 
 def tricks_table(lines: list[dict]) -> str:

@@ -89,6 +89,12 @@ def resume_with_warm_up(script: str, *flags, directory: Path, **options) -> None
     assert all(torch.isfinite(loss).all() for loss in after["losses"].values())
 
 
+def profile_table(printed: str) -> dict[str, float]:
+    """The shares, in percent, that a script has printed for --profile, by name."""
+    table = [line for line in printed.splitlines() if line.endswith("under the profiler")]
+    return {line[:24].strip(): float(line.split("us a step")[1].split("%")[0]) for line in table}
+
+
 def environment(**variables: str) -> dict[str, str]:
     """The variables for a script run as a command, which then has the environments of tests/envs.py, and more variables."""
     return os.environ | {"PYTHONPATH": str(TESTS)} | variables

@@ -15,7 +15,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import LEANRL, OFF_POLICY, ON_POLICY, SCRIPTS, SHORT, TWINS, cli, environment, play, resume_with_warm_up, run
+from conftest import (
+    LEANRL,
+    OFF_POLICY,
+    ON_POLICY,
+    SCRIPTS,
+    SHORT,
+    TWINS,
+    cli,
+    environment,
+    play,
+    profile_table,
+    resume_with_warm_up,
+    run,
+)
+from envs import episode_end, observation, reward
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 PAIRS = [*zip(SCRIPTS, TWINS, strict=True), *zip(TWINS, SCRIPTS, strict=True), *zip(SCRIPTS, SCRIPTS, strict=True)]
@@ -169,15 +183,14 @@ def test_kill_9_at_any_moment_loses_no_checkpoint_and_leaves_whole_curves(name, 
 @pytest.mark.parametrize("name", ["td3_continuous_action", "ppo_continuous_action"])
 def test_a_signal_ends_a_run_in_order_and_with_a_checkpoint(name, number, status, tmp_path):
     options = ("--learning-starts", "50", "--batch-size", "8") if name in OFF_POLICY else ("--num-steps", "64")
-    process = start(name, tmp_path, *options, "--checkpoint-every", "100000")
-    while not list(tmp_path.glob("runs/*/events*")):
-        time.sleep(0.05)
-    time.sleep(1.5)
+    process = start(name, tmp_path, *options, "--checkpoint-every", "200")
+    while not checkpoints(tmp_path) and process.poll() is None:
+        time.sleep(0.02)
+    due = checkpoints(tmp_path)[-1]
     process.send_signal(number)
     output, error = process.communicate(timeout=60)
     assert process.returncode == status, error
-    [path] = checkpoints(tmp_path)
-    assert json.loads(output)["total_timesteps"] == int(path.stem) > 0
+    assert json.loads(output)["total_timesteps"] == int(checkpoints(tmp_path)[-1].stem) > int(due.stem)
 
 
 class Executed:
@@ -313,21 +326,29 @@ def test_evaluation_repeats_itself_and_changes_nothing(name, tmp_path):
     acting |= {key: tensor for key, tensor in held(again).items() if key.startswith("obs_moments")}
     saved = torch.load(checkpoints(tmp_path)[0], weights_only=True)["state"]
     torch.testing.assert_close({key: tensor.detach() for key, tensor in acting.items()}, {key: saved[key] for key in acting})
-    if "atari" not in name:
-        # Twice the same policy on the same world, whose rewards do not depend on the actions.
-        assert again["eval_returns"] == trained["eval_returns"]
+    assert again["eval_returns"] == trained["eval_returns"]  # the same games, whose rewards do not depend on the actions
 
 
-def test_evaluation_plays_whole_episodes_with_the_mean_actions(tmp_path):
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_evaluation_takes_the_mean_actions_and_sums_the_rewards(name, tmp_path):
+    trained = play(name, *SHORT[name], "--eval-episodes", "3", directory=tmp_path)
+    [env] = trained["eval_envs"].envs
+    seed = env.unwrapped.seeds[0]
+    lengths = [episode_end(seed, episode)[0] for episode in range(3)]
+    expected = [sum(reward(episode, step) for step in range(length)) for episode, length in enumerate(lengths)]
+    assert trained["eval_returns"] == pytest.approx(expected)
+    steps = [(episode, step) for episode, length in enumerate(lengths) for step in range(length)]
+    means = [trained["best_actions"](observation(seed, *step)[None]) for step in steps]
+    assert np.array_equal(np.concatenate(means), env.unwrapped.actions)
+
+
+def test_evaluation_plays_whole_episodes(tmp_path):
     name = "ppo_continuous_action"
     arguments = ("--env-id", "InvertedPendulum-v4", "--total-timesteps", "4096", "--num-steps", "512", "--save-model")
     trained = run(name, *arguments, "--eval-episodes", "2", directory=tmp_path)
     again = run(name, "--env-id", "InvertedPendulum-v4", "--evaluate", checkpoints(tmp_path)[0].parent, directory=tmp_path)
     assert len(again["eval_returns"]) == 10
     assert again["eval_returns"][:2] == trained["eval_returns"]  # the same episodes
-    means = trained["best_actions"](np.zeros((1, 4)))
-    assert means.shape == (1, 1)
-    assert np.array_equal(means, trained["best_actions"](np.zeros((1, 4))))
 
 
 @pytest.mark.parametrize("name", ["sac_continuous_action", "ppo_continuous_action", "ppo_atari_envpool_torchcompile"])
@@ -335,8 +356,7 @@ def test_a_profile_tells_where_the_time_goes(name, tmp_path, capfd):
     play(name, *short(name, 900), "--profile", "profile", directory=tmp_path)
     events = json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
     assert sum(event.get("name") == "environment" for event in events) == 50  # or num_steps, of which SHORT has as many
-    table = [line for line in capfd.readouterr().err.splitlines() if line.endswith("under the profiler")]
-    shares = {line[:24].strip(): float(line.split("us a step")[1].split("%")[0]) for line in table}
+    shares = profile_table(capfd.readouterr().err)
     assert {"policy", "update", "environment", "waiting for the device", "the rest"} <= shares.keys()
     assert min(shares["environment"], shares["update"], shares["policy"], shares["the rest"]) > 0
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +37,8 @@ REFUSALS = {
         "buffer larger than memory": (("--buffer-size", "1000000000000"), "GiB"),
         "no environment": (("--num-envs", "0"), "--num-envs"),
         "endless learning rate": (("--exploration-noise", "inf"), "--exploration-noise"),
+        "run shorter than its profile": (("--profile", ".", "--total-timesteps", "25050"), "--total-timesteps"),
+        "profile where no folder can be": (("--profile", "/dev/null/profile"), "--profile"),
     },
     "ppo_continuous_action": {
         "Atari game": (("--env-id", "Breakout-v5"), "--env-id"),
@@ -235,7 +238,22 @@ def test_tracking_works_offline(tmp_path):
     if importlib.util.find_spec("wandb") is None:
         pytest.skip("wandb is not installed")
     name = "td3_continuous_action"
-    process = cli(name, "--no-cuda", *SHORT[name], "--track", cwd=tmp_path, env={"WANDB_MODE": "offline"})
-    assert process.returncode == 0, process.stderr
-    json.loads(process.stdout.splitlines()[-1])
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    script = shutil.copy(LEANRL / f"{name}.py", tmp_path)  # W&B saves code that is below the folder it is run in
+    arguments = ("--no-cuda", *PENDULUM, *SHORT[name], "--track")
+
+    def track(*args) -> None:
+        options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment(WANDB_MODE="offline")}
+        process = subprocess.run([sys.executable, script, *arguments, *map(str, args)], **options)
+        assert process.returncode == 0, process.stderr
+        json.loads(process.stdout.splitlines()[-1])
+
+    track("--save-model")
+    [checkpoint] = tmp_path.glob("runs/*/*.pt")
+    track("--total-timesteps", 400, "--resume", checkpoint)
+    # Records are framed, not compressed: names can be read.
+    logs = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert len(logs) == 2
+    assert len({log.name for log in logs}) == 1  # one run
+    for log in logs:
+        assert all(metric in log.read_bytes() for metric in (b"losses/qf_loss", b"charts/episodic_return", b"charts/SPS"))
+        assert list(log.parent.glob("files/code/**/*.py"))
