@@ -36,6 +36,7 @@ from importlib import metadata
 from pathlib import Path
 
 import gymnasium as gym
+import mujoco
 import numpy as np
 import psutil
 import torch
@@ -169,6 +170,9 @@ def make_envs(args: Args, videos: Path | None, autoreset_mode: AutoresetMode = A
             refuse(f"--env-id takes an environment with Box observations, {args.env_id} has {env.observation_space}")
         if not (isinstance(env.action_space, gym.spaces.Box) and env.action_space.is_bounded()):
             refuse(f"--env-id takes an environment with bounded Box actions, {args.env_id} has {env.action_space}")
+        if video and (renderer := getattr(env.unwrapped, "mujoco_renderer", None)):
+            # Gymnasium 1.4 looks at where an episode began, and a HalfCheetah runs out of sight. -1: no such camera.
+            renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
         return gym.wrappers.RecordVideo(env, str(videos), disable_logger=True) if video else env
 
     warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature's figures are those of -v4

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from envs import ScriptedGames
 
@@ -87,6 +88,16 @@ def resume_with_warm_up(script: str, *flags, directory: Path, **options) -> None
     torch.testing.assert_close(rng, saved["rng"], rtol=0, atol=0)
     assert after["updates"] > before["updates"]
     assert all(torch.isfinite(loss).all() for loss in after["losses"].values())
+
+
+@cache
+def rendering() -> dict[str, str]:
+    """The variable for MuJoCo to render without a display; skips the test where it does not."""
+    probe = "import gymnasium as gym; e = gym.make('InvertedPendulum-v4', render_mode='rgb_array'); e.reset(); e.render()"
+    variable = {"MUJOCO_GL": "egl"}
+    if subprocess.run([sys.executable, "-c", probe], env=os.environ | variable, capture_output=True).returncode:
+        pytest.skip("MUJOCO_GL=egl does not render here")
+    return variable
 
 
 def profile_table(printed: str) -> dict[str, float]:

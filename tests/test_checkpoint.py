@@ -1,7 +1,6 @@
 """Checkpoints hold all that a run needs to go on, in the eager script and in the twin, and survive what happens to runs."""
 
 import json
-import os
 import pickle
 import random
 import shutil
@@ -26,6 +25,7 @@ from conftest import (
     environment,
     play,
     profile_table,
+    rendering,
     resume_with_warm_up,
     run,
 )
@@ -362,14 +362,10 @@ def test_a_profile_tells_where_the_time_goes(name, tmp_path, capfd):
 
 
 def test_videos_of_the_trained_agent(tmp_path):
-    rendering = {"MUJOCO_GL": "egl"}
-    probe = "import gymnasium as gym; e = gym.make('InvertedPendulum-v4', render_mode='rgb_array'); e.reset(); e.render()"
-    if subprocess.run([sys.executable, "-c", probe], env=os.environ | rendering, capture_output=True).returncode:
-        pytest.skip("MUJOCO_GL=egl does not render here")
     name, world = "td3_continuous_action", ("--env-id", "InvertedPendulum-v4")
     assert cli(name, "--no-cuda", *world, *SHORT[name], "--save-model", cwd=tmp_path).returncode == 0
     options = ("--evaluate", checkpoints(tmp_path)[0], "--eval-episodes", "1", "--capture-video")
-    process = cli(name, "--no-cuda", *world, *options, cwd=tmp_path, env=rendering)
+    process = cli(name, "--no-cuda", *world, *options, cwd=tmp_path, env=rendering())
     assert process.returncode == 0, process.stderr
     assert len(json.loads(process.stdout)["eval_returns"]) == 1
     assert [video.stat().st_size > 1000 for video in tmp_path.glob("runs/*/evaluation/videos/*.mp4")] == [True]

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import LEANRL, SCRIPTS, SHORT, TWINS, cli, environment
+from conftest import LEANRL, SCRIPTS, SHORT, TWINS, cli, environment, rendering
 from gymnasium.utils.save_video import capped_cubic_video_schedule
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -223,15 +222,31 @@ def test_diverged_run_stops_with_a_message(name):
 @pytest.mark.parametrize("name", ["sac_continuous_action", "ppo_continuous_action"])
 def test_videos_are_recorded(name, tmp_path):
     """On a machine without a display; skipped where OpenGL has no software renderer either."""
-    rendering = {"MUJOCO_GL": "egl"}
-    probe = "import gymnasium as gym; e = gym.make('InvertedPendulum-v4', render_mode='rgb_array'); e.reset(); e.render()"
-    if subprocess.run([sys.executable, "-c", probe], env=os.environ | rendering, capture_output=True).returncode:
-        pytest.skip("MUJOCO_GL=egl does not render here")
-    process = cli(name, "--no-cuda", *PENDULUM, *SHORT[name], "--capture-video", cwd=tmp_path, env=rendering)
+    process = cli(name, "--no-cuda", *PENDULUM, *SHORT[name], "--capture-video", cwd=tmp_path, env=rendering())
     assert process.returncode == 0, process.stderr
     videos = sorted(tmp_path.glob("runs/*/videos/*.mp4"))
     assert videos
     assert all(video.stat().st_size > 1000 for video in videos)
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if "atari" not in name])
+def test_videos_follow_what_runs_away(name, tmp_path):
+    probe = f"""
+import runpy
+script = runpy.run_path({str(LEANRL / name)!r} + ".py")
+[env] = script["make_envs"](script["Args"](capture_video=True, num_envs=1), {str(tmp_path)!r}).envs
+env.reset(seed=1)
+for x in (0, 100):
+    qpos, qvel = env.unwrapped.data.qpos.copy(), env.unwrapped.data.qvel.copy()
+    qpos[0] = x
+    env.unwrapped.set_state(qpos, qvel)
+    red, green, blue = env.unwrapped.render().astype(int).reshape(-1, 3).T
+    print(((red > 150) & (blue < green) & (green < red - 20)).sum())  # the cheetah is orange, the floor black and green
+"""
+    process = subprocess.run([sys.executable, "-c", probe], env=environment(**rendering()), capture_output=True, text=True)
+    here, far = map(int, process.stdout.split())
+    assert here > 1000
+    assert far > here / 2
 
 
 def test_tracking_works_offline(tmp_path):
