@@ -648,11 +648,11 @@ if __name__ == "__main__":
         stop_when_asked(stopping, at_once=True)
         # [fast 1] The policy, the preparation of the batch and the whole gradient step are one graph each.
         # Measured: 1.06 times the eager steps/s on two CPU cores.
+        cudagraphs = args.cudagraphs and device.type == "cuda"
         if args.compile:
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --tf32 decides
             act, prepare, update = (torch.compile(function, fullgraph=True) for function in (act, prepare, update))
         # [fast 4] A captured graph is launched at once. Gain: to be measured.
-        cudagraphs = args.cudagraphs and device.type == "cuda"
         if cudagraphs:
             logging.getLogger("tensordict").setLevel(logging.WARNING)
             act, prepare, update = (CudaGraphModule(function, warmup=5, device=device) for function in (act, prepare, update))
