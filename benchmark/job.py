@@ -1,10 +1,14 @@
-"""One run of a sweep: what the process does that submitit starts, on this machine or on a node of a cluster."""
+"""One run of a sweep: what the process does that submitit starts, on this machine or on a node of a cluster.
+
+It imports nothing of this folder, for it is all of it that gets to the nodes.
+"""
 
 import ctypes
 import fcntl
 import json
 import math
 import os
+import platform
 import resource
 import shutil
 import signal
@@ -22,6 +26,20 @@ import pynvml
 
 GROUPS = 100  # points of a curve, at most
 SAMPLE_SECONDS = 0.5
+PACKAGES = ("torch", "tensordict", "gymnasium", "mujoco", "envpool", "stable-baselines3", "sbx-rl", "jax")
+# For the interpreter that runs the command, which need not be this one: it leaves out the packages that it does not have.
+ASK_VERSIONS = """
+import json, platform, sys
+from importlib import metadata
+
+versions = {"python": platform.python_version()}
+for package in sys.argv[1:]:
+    try:
+        versions[package] = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps(versions))
+"""
 
 
 @dataclass(frozen=True)
@@ -39,7 +57,7 @@ class Job:
     threads: int | None = None
     """threads of PyTorch, by default its own choice"""
     gpu: str | None = None
-    """the GPU to use, as CUDA_VISIBLE_DEVICES names it; by default what the process was given"""
+    """the GPU to use, as CUDA_VISIBLE_DEVICES names it, "" for none; by default what the process was given"""
     owner: int | None = None
     """the process of the sweep, of which this one is a grandchild, and with whose end the run is to end"""
     lock: Path | None = None
@@ -51,18 +69,21 @@ class OrphanedError(Exception):
 
 
 class GpuSampler:
-    """Samples utilisation (0 to 1) and memory (bytes in use) of the GPU that a run sees; of none where there is none."""
+    """Samples utilisation (0 to 1) and memory (bytes in use) of the GPU that a run sees; of none where there is none.
+
+    `seconds` are Unix times; `name` is None where there is no GPU.
+    """
 
     def __init__(self, visible: str | None):
         self.seconds, self.utilization, self.memory = [], [], []
-        self.start = time.perf_counter()
         first = "0" if visible is None else visible.split(",")[0]
         try:
             pynvml.nvmlInit()
             get_handle = pynvml.nvmlDeviceGetHandleByIndex if first.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID
             self.handle = get_handle(int(first) if first.isdecimal() else first)
+            self.name = pynvml.nvmlDeviceGetName(self.handle)
         except pynvml.NVMLError:
-            self.handle = None
+            self.handle = self.name = None
 
     def sample(self) -> None:
         """Take one sample; none any more once the driver has refused one."""
@@ -74,7 +95,7 @@ class GpuSampler:
         except pynvml.NVMLError:
             self.handle = None
             return
-        self.seconds.append(time.perf_counter() - self.start)
+        self.seconds.append(time.time())
         self.utilization.append(utilization)
         self.memory.append(memory)
 
@@ -87,6 +108,36 @@ class GpuSampler:
         return {"gpu_busy_seconds": round(busy, 2), "gpu_memory_mb": round(max(self.memory) / 2**20, 1)}
 
 
+def git(folder: Path, *command: str) -> str:
+    """What git says of the checkout that a folder belongs to; nothing where there is no git, or no checkout."""
+    try:
+        return subprocess.run(["git", "-C", folder, *command], capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
+def provenance(command: tuple[str, ...], env: dict[str, str], gpu: str | None) -> dict:
+    """What a command, an interpreter with a script, is run with: versions, hardware, and commit of the script's checkout."""
+    interpreter, script, *_ = command
+    folder = Path(script).parent
+    options = {"cwd": folder, "env": env, "capture_output": True, "text": True, "check": True}
+    answer = subprocess.run([interpreter, "-c", ASK_VERSIONS, *PACKAGES], **options).stdout
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    cpu = next((line.partition(": ")[2] for line in cpuinfo if line.startswith("model name")), platform.processor())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "versions": json.loads(answer.splitlines()[-1]),
+        "hardware": {"cpu": cpu, "cores": cores, "gpu": gpu},
+        "git_commit": git(folder, "rev-parse", "--verify", "HEAD") or None,
+    }
+
+
+def children_usage() -> tuple[float, float]:
+    """Processor time in seconds of all that has run below this process, and the most memory in MiB that one of it held."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
 def grouped(*columns: list[float]) -> list[np.ndarray]:
     """Columns of one length in at most GROUPS groups: the last value of each group, in the last column the mean."""
     groups = [np.array_split(np.asarray(column), min(GROUPS, len(column)) or 1) for column in columns]
@@ -97,7 +148,10 @@ def grouped(*columns: list[float]) -> list[np.ndarray]:
 
 
 def episode_curve(runs: Path, start: float) -> dict[str, list]:
-    """Steps, seconds since `start` (Unix time) and returns from the TensorBoard logs under `runs`, as in results.Curve."""
+    """Steps, seconds since `start` (Unix time) and returns from the TensorBoard logs under `runs`, as in results.Curve.
+
+    Returns that are not finite are left out: JSON has no such numbers, and no curve is drawn through them.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second
 
     events = []
@@ -105,7 +159,8 @@ def episode_curve(runs: Path, start: float) -> dict[str, list]:
         log = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
         if "charts/episodic_return" in log.Tags()["scalars"]:
             events += log.Scalars("charts/episodic_return")
-    columns = list(zip(*((event.step, event.wall_time - start, event.value) for event in events), strict=True))
+    finite = [(event.step, event.wall_time - start, event.value) for event in events if math.isfinite(event.value)]
+    columns = list(zip(*finite, strict=True))
     steps, seconds, returns = grouped(*columns or [[], [], []])
     return {
         "step": steps.astype(int).tolist(),
@@ -139,9 +194,17 @@ def summary_of(stdout: Path) -> dict | None:
     """The object in the last line, or None where that line holds none."""
     try:
         summary = json.loads(stdout.read_text().splitlines()[-1])
-    except (IndexError, ValueError):
+    except (IndexError, ValueError, RecursionError):
         return None
     return summary if isinstance(summary, dict) else None
+
+
+def training_seconds(summary: dict) -> float:
+    """How long a run went on after its start-up; without end where its summary does not say."""
+    try:
+        return (summary.get("wall_seconds") or math.inf) - (summary.get("startup_seconds") or 0)
+    except TypeError:  # the sweep refuses such a summary, and says why
+        return math.inf
 
 
 def begin() -> None:
@@ -194,19 +257,22 @@ def run_job(job: Job) -> None:
     env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | os.environ | {"PYTHONUNBUFFERED": "1"}
     env |= {f"{compiler}_CACHE_DIR": str(job.cache) for compiler in ("TORCHINDUCTOR", "TRITON")}
     env |= {"OMP_NUM_THREADS": str(job.threads)} if job.threads else {}
-    env |= {"CUDA_VISIBLE_DEVICES": job.gpu} if job.gpu else {}
+    env |= {} if job.gpu is None else {"CUDA_VISIBLE_DEVICES": job.gpu}
     cold_start = not (job.cache / "warm").exists()
     stdout, log = job.folder / "stdout.txt", job.folder / "log.txt"
     shutil.rmtree(job.folder / "runs", ignore_errors=True)  # of a job that Slurm has put back into its queue
     with ExitStack() as files:
         if job.lock:
             fcntl.flock(files.enter_context(job.lock.open("a+")), fcntl.LOCK_SH)
+        gpu = GpuSampler(env.get("CUDA_VISIBLE_DEVICES"))
+        # Asked before the run: at its end the checkout may be at another commit.
+        outcome = provenance(job.command, env, gpu.name)
+        seconds_before, _ = children_usage()
         streams = {"stdout": files.enter_context(stdout.open("wb")), "stderr": files.enter_context(log.open("wb"))}
         options = {"stdin": subprocess.DEVNULL, "cwd": job.folder, "start_new_session": True, "preexec_fn": begin}
         start = time.time()
         process = subprocess.Popen(job.command, env=env, **streams, **options)
         try:
-            gpu = GpuSampler(env.get("CUDA_VISIBLE_DEVICES"))
             reason = watch(process, job, gpu)
         except OrphanedError:
             return
@@ -214,18 +280,19 @@ def run_job(job: Job) -> None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its helpers, too, if it left any
             code = process.wait()
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds, memory = children_usage()
+        outcome |= {"cpu_busy_seconds": round(seconds - seconds_before, 2), "peak_memory_mb": round(memory, 1)}
         failure, summary = judge(job, code, stdout)
         if reason := reason or failure:
-            outcome = {"status": "failed", "reason": reason, "log": last_lines(log)}
+            outcome |= {"status": "failed", "reason": reason, "log": last_lines(log)}
         else:
-            gpu_seconds, gpu_utilization = (column.round(2).tolist() for column in grouped(gpu.seconds, gpu.utilization))
+            gpu_columns = grouped([second - start for second in gpu.seconds], gpu.utilization)
+            gpu_seconds, gpu_utilization = (column.round(2).tolist() for column in gpu_columns)
             curve = episode_curve(job.folder / "runs", start)
             curve |= {"gpu_seconds": gpu_seconds, "gpu_utilization": gpu_utilization}
-            trained = (summary.get("wall_seconds") or math.inf) - (summary.get("startup_seconds") or 0)
             threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else None
-            outcome = {"status": "ok", "cold_start": cold_start, "threads": threads, **gpu.totals(trained)}
-            outcome |= {"cpu_busy_seconds": round(usage.ru_utime + usage.ru_stime, 2), "summary": summary, "curve": curve}
+            outcome |= {"status": "ok", "cold_start": cold_start, "threads": threads, **gpu.totals(training_seconds(summary))}
+            outcome |= {"summary": summary, "curve": curve}
             job.cache.mkdir(parents=True, exist_ok=True)
             (job.cache / "warm").touch()
         new = job.folder / "outcome.json.new"

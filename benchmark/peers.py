@@ -10,16 +10,10 @@ step at which everything is compiled: JAX does so when it learns for the first t
 import argparse
 import importlib
 import json
-import os
-import platform
-import sys
 import time
-from importlib import metadata
-from pathlib import Path
 
 import gymnasium as gym
 import jax
-import torch
 from stable_baselines3.common.callbacks import BaseCallback
 
 PACKAGES = {"sb3": "stable_baselines3", "sbx": "sbx"}
@@ -65,11 +59,6 @@ def main() -> None:
     stopwatch = Stopwatch(args.learning_starts + start)
     model.learn(args.total_timesteps, callback=stopwatch)
     elapsed = time.perf_counter() - stopwatch.started if stopwatch.started else None
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
-    cpu = next((line.partition(": ")[2] for line in cpuinfo if line.startswith("model name")), platform.processor())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    packages = ("stable-baselines3", "sbx-rl", "torch", "jax", "gymnasium", "mujoco")
     summary = {
         "script": args.peer,
         "env_id": args.env_id,
@@ -79,8 +68,6 @@ def main() -> None:
         "startup_seconds": None,
         "wall_seconds": time.perf_counter() - begin,
         "device": str(model.device) if args.peer == "sb3" else jax.default_backend(),
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
-        "hardware": {"cpu": cpu, "cores": cores, "gpu": gpu},
     }
     print(json.dumps(summary))
 

@@ -8,7 +8,6 @@ benchmark/results/. Nothing between the two is written by hand, and nothing stan
 """
 
 import itertools
-import json
 import re
 import statistics
 import sys
@@ -178,8 +177,8 @@ def tricks_table(lines: list[dict]) -> str:
 TABLES = {
     "speed": (speed_table, results.read),
     "learning": (learning_table, results.read),
-    "curve": (curve_table, lambda path: results.read(path, curves=True)),
-    "tricks": (tricks_table, lambda path: [json.loads(line) for line in path.read_text().splitlines()]),
+    "curve": (curve_table, lambda path: results.read(path, results.check_curve)),
+    "tricks": (tricks_table, lambda path: results.read(path, results.check_figure)),
 }
 
 
@@ -341,7 +340,7 @@ def report_folder(folder: Path) -> None:
     failed = [line for line in lines if line["status"] == "failed"]
     for line in failed:
         print(f"\nfailed: {line['job']}: {line['reason']}")
-    curves = results.read(folder / "curves.jsonl", curves=True)
+    curves = results.read(folder / "curves.jsonl", results.check_curve)
     paths = write_plots(lines, curves, folder / "plots")
     print(f"\nresults: {folder / 'results.jsonl'}\nplots: {', '.join(str(path) for path in paths)}")
 
@@ -360,7 +359,7 @@ def report_published() -> None:
                     f"{PUBLISHED / name}.jsonl: a plot needs the runs of one machine, not of {len(groups)}"
                 )
             curves = PUBLISHED / f"{name}.curves.jsonl"
-            figure = PLOTS[kind](groups[0], results.read(curves, curves=True) if curves.exists() else [])
+            figure = PLOTS[kind](groups[0], results.read(curves, results.check_curve) if curves.exists() else [])
             if figure is None:
                 raise results.ResultsError(f"{PUBLISHED / name}.jsonl: has nothing for a plot of kind {kind}")
             save(figure, ROOT / "docs" / "plots" / image)

@@ -3,11 +3,12 @@
 A sweep writes two files of JSON lines. In `results.jsonl` a line is a run: the keys of `Done`, and what else the run's summary
 holds, or the keys of `Failed`. In `curves.jsonl` a line is what one run showed over time: the keys of `Curve`. Both are
 checked line by line on reading and before writing, and appended to so that neither a full disk nor a killed process leaves
-half a line behind for good.
+half a line behind for good. They are JSON to the letter: no NaN, nothing infinite.
 """
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypedDict
 
@@ -61,6 +62,8 @@ class Failed(Run):
 class Measured(TypedDict, total=False):
     """What a run that ended well has besides, unless it was made by hand or with another library."""
 
+    wall_seconds: float | None
+
     steps: int  # asked for: a run may end a little earlier
     cold_start: bool  # the compilers had not compiled this script in this mode before
     threads: int | None  # OMP_NUM_THREADS, None where PyTorch chose
@@ -70,6 +73,7 @@ class Measured(TypedDict, total=False):
     episodic_return: float | None
     episodic_return_10: float | None
     git_commit: str | None
+    peak_memory_mb: float  # the most that one process of the run held
 
 
 class Curve(TypedDict):
@@ -87,6 +91,42 @@ class Curve(TypedDict):
     gpu_utilization: list[float]
 
 
+class Figure(TypedDict):
+    """A line of a file that benchmark/tricks.py has written, which has no format: what a call of one variant takes."""
+
+    title: str
+    variant: str
+    microseconds: float
+    device: str
+    threads: int
+    torch: str
+
+
+class Ended(TypedDict):
+    """What a run that ended well leaves in its folder, besides what was measured around it."""
+
+    status: Literal["ok"]
+    summary: dict
+    curve: dict
+
+
+class Died(TypedDict):
+    """What a run that failed leaves there."""
+
+    status: Literal["failed"]
+    reason: str
+    log: str
+
+
+class Description(TypedDict):
+    """A sweep.json."""
+
+    format: int
+    id: str
+    profile: str
+    git_commit: str | None
+
+
 class FormatError(ValueError):
     """A line of another version of the format."""
 
@@ -95,41 +135,85 @@ class ResultsError(ValueError):
     """A file that does not hold what it should; the message names file and line."""
 
 
-def check(line: object, curve: bool = False) -> None:
-    """Raise ValueError, with one line that says why, unless this is a line of results, or of curves.
+def parse(content: str | bytes) -> object:
+    """The value of a JSON text. Raises ValueError, with one line that says why, where it is none."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
 
-    Of another format, it is a FormatError.
-    """
-    if not isinstance(line, dict) or "format" not in line:
-        raise ValueError("is no line of results")
-    if line["format"] != FORMAT:
-        raise FormatError(f"has format {line['format']}, and this version reads format {FORMAT}")
-    kinds = [Curve] if curve else [Failed] if line.get("status") == "failed" else [Done, Measured]
+
+def check_keys(line: object, *kinds: type) -> None:
+    """Raise ValueError, with one line that says why, unless this is an object with the keys of all these kinds."""
+    if not isinstance(line, dict):
+        raise ValueError("is no object")
     try:
         for kind in kinds:
-            # Keys beyond those of the format are welcome: a summary may say more.
+            # Keys beyond those of the kind are welcome: a summary may say more.
             known = {key: value for key, value in line.items() if key in kind.__annotations__}
             check_type(known, kind, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
     except TypeCheckError as error:
         raise ValueError(" ".join(str(error).split())) from None
-    for keys in (("step", "seconds", "episodic_return"), ("gpu_seconds", "gpu_utilization")) if curve else ():
+
+
+def check_finite(line: dict) -> None:
+    """Raise ValueError, with one line that says why, where JSON has no words for a value of this object."""
+    for key, value in line.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise ValueError(f"has a number that is not finite in {key}") from None
+        except RecursionError:
+            raise ValueError(f"is nested too deep in {key}") from None
+
+
+def check_format(line: object) -> None:
+    """Raise ValueError unless this is an object that names this version's format; of another format, a FormatError."""
+    if not isinstance(line, dict) or "format" not in line:
+        raise ValueError("is no line of results")
+    if line["format"] != FORMAT:
+        raise FormatError(f"has format {line['format']}, and this version reads format {FORMAT}")
+
+
+def check_run(line: object) -> None:
+    """Raise ValueError, with one line that says why, unless this is a line of results."""
+    check_format(line)
+    check_finite(line)
+    check_keys(line, *([Failed] if line.get("status") == "failed" else [Done, Measured]))
+
+
+def check_curve(line: object) -> None:
+    """Raise ValueError, with one line that says why, unless this is a line of curves."""
+    check_format(line)
+    check_finite(line)
+    check_keys(line, Curve)
+    for keys in (("step", "seconds", "episodic_return"), ("gpu_seconds", "gpu_utilization")):
         if len({len(line[key]) for key in keys}) > 1:
             raise ValueError(f"has lists of several lengths: {', '.join(keys)}")
 
 
-def read(path: Path, curves: bool = False) -> list[dict]:
-    """All lines of a file of results, or of curves. Raises ResultsError where a line is not what it should be."""
+def check_figure(line: object) -> None:
+    """Raise ValueError, with one line that says why, unless this is a line of figures."""
+    check_keys(line, Figure)
+    check_finite(line)
+
+
+def read(path: Path, check: Callable[[object], None] = check_run) -> list[dict]:
+    """All lines of a file of results, or of what else `check` checks.
+
+    Raises ResultsError where a line is not what it should be.
+    """
     lines = []
     for number, content in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            lines.append(json.loads(content))
-            check(lines[-1], curves)
+            lines.append(parse(content))
+            check(lines[-1])
         except ValueError as error:
             raise ResultsError(f"{path}, line {number}: {error}") from None
     return lines
 
 
-def recover(path: Path, curves: bool = False) -> list[dict]:
+def recover(path: Path, check: Callable[[object], None] = check_run) -> list[dict]:
     """All lines of a file that may not exist, and whose last line may be the remains of a write: that one is left out.
 
     Raises ResultsError where another line is not what it should be, or the last is one of another format.
@@ -140,8 +224,8 @@ def recover(path: Path, curves: bool = False) -> list[dict]:
     lines = []
     for number, content in enumerate(contents, start=1):
         try:
-            line = json.loads(content)
-            check(line, curves)
+            line = parse(content)
+            check(line)
         except ValueError as error:
             if number == len(contents) and not isinstance(error, FormatError):
                 break
@@ -155,11 +239,11 @@ def replace(path: Path, lines: list[dict]) -> None:
     new = path.with_name(f"{path.name}.new")
     try:
         with new.open("w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+            file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
             file.flush()
             os.fsync(file.fileno())
     except OSError:
-        new.unlink()
+        new.unlink(missing_ok=True)
         raise
     new.replace(path)
 
@@ -168,7 +252,7 @@ def append(path: Path, line: dict) -> None:
     """Append a line, all of it or, on an OSError such as a full disk, nothing."""
     with path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
-        data = json.dumps(line).encode() + b"\n"
+        data = json.dumps(line, allow_nan=False).encode() + b"\n"
         try:
             while data:
                 data = data[file.write(data) :]

@@ -12,7 +12,6 @@ says more. Exit status: 0 all runs are done, 1 some failed or were not started, 
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import re
@@ -37,7 +36,7 @@ import report
 import results
 import submitit
 import tyro
-from job import Job, run_job, tail
+from job import Job, git, run_job, tail
 
 ROOT = Path(__file__).resolve().parent.parent
 # The suffix of the script and its flags; of a library, None.
@@ -248,17 +247,10 @@ def core_shares(workers: int) -> list[tuple[int, ...]]:
     return [tuple(cores[index * share : (index + 1) * share]) for index in range(workers)]
 
 
-def git(*command: str) -> str:
-    """What git says of this checkout; nothing outside of one."""
-    if not shutil.which("git"):
-        return ""
-    return subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True).stdout.strip()
-
-
 def default_folder(profile: str) -> Path:
     """sweeps/<profile>-<commit>; a new one each time where there are changes that are not committed."""
-    commit = git("rev-parse", "--short=7", "HEAD")
-    changed = f"{datetime.now():%m%d-%H%M%S}" if git("status", "--porcelain", "--untracked-files=no") else ""
+    commit = git(ROOT, "rev-parse", "--short=7", "HEAD")
+    changed = f"{datetime.now():%m%d-%H%M%S}" if git(ROOT, "status", "--porcelain", "--untracked-files=no") else ""
     return ROOT / "sweeps" / "-".join(part for part in (profile, commit, changed) if part)
 
 
@@ -305,22 +297,23 @@ def deaf_to_ctrl_c() -> Iterator[None]:
 
 def describe(folder: Path, profile: str) -> str:
     """The identity of a folder's sweep, written down where it is new. Refuses a folder with a sweep of another profile."""
-    path, commit = folder / "sweep.json", git("rev-parse", "HEAD") or None
+    path, commit = folder / "sweep.json", git(ROOT, "rev-parse", "HEAD") or None
     if not path.exists():
         identity = f"{datetime.now(UTC):%Y-%m-%d}-{uuid4().hex[:8]}"
         results.replace(path, [{"format": results.FORMAT, "id": identity, "profile": profile, "git_commit": commit}])
         return identity
     try:
-        sweep = json.loads(path.read_text())
-        version, old_profile, old_commit = sweep["format"], sweep["profile"], sweep["git_commit"]
-    except (ValueError, KeyError, TypeError):
+        sweep = results.parse(path.read_bytes())
+        results.check_format(sweep)
+        results.check_keys(sweep, results.Description)
+    except results.FormatError as error:
+        refuse(f"--folder {folder}: {error}")
+    except (OSError, ValueError):
         refuse(f"--folder {folder}: sweep.json is not readable")
-    if version != results.FORMAT:
-        refuse(f"--folder {folder}: has format {version}, and this version reads format {results.FORMAT}")
-    if old_profile != profile:
-        refuse(f"--folder {folder}: has a sweep of profile {old_profile}, not {profile}")
-    if old_commit != commit:
-        print(f"{folder} was begun at commit {old_commit}, this is {commit}", file=sys.stderr)
+    if sweep["profile"] != profile:
+        refuse(f"--folder {folder}: has a sweep of profile {sweep['profile']}, not {profile}")
+    if sweep["git_commit"] != commit:
+        print(f"{folder} was begun at commit {sweep['git_commit']}, this is {commit}", file=sys.stderr)
     return sweep["id"]
 
 
@@ -382,7 +375,7 @@ class Sweep:
         left in its outcome.json becomes a line; one that the cluster still has is waited for.
         """
         selected = {run.name for run in self.runs}
-        lines, curves = results.recover(self.results_file), results.recover(self.curves_file, curves=True)
+        lines, curves = results.recover(self.results_file), results.recover(self.curves_file, results.check_curve)
         drawn = {curve["job"]: curve for curve in curves}
         kept = [line for line in lines if line["status"] == "ok" and line["job"] in drawn]
         failed = [line for line in lines if line["status"] == "failed" and line["job"] not in selected]
@@ -401,10 +394,11 @@ class Sweep:
         if not attempts:
             return False
         self.attempts[run] = int(attempts[-1].name)
-        outcome = read_outcome(attempts[-1])
-        if outcome and outcome["status"] == "ok":
-            self.record(run, outcome)
-            return True
+        if outcome := read_outcome(attempts[-1]):
+            line, curve = self.lines_of(run, outcome)
+            if line["status"] == "ok":
+                self.record(line, curve)
+                return True
         self.attempts[run] = 0
         number = attempts[-1] / "slurm_job"
         if not (self.slurm and number.exists()):
@@ -424,26 +418,32 @@ class Sweep:
         if line.get("wall_seconds"):
             self.seconds.setdefault((line["algorithm"], line["mode"]), []).append(line["wall_seconds"])
 
-    def record(self, run: Run, outcome: dict) -> None:
-        """Write the lines of a run that has ended; of one whose summary makes no sense, that it failed."""
+    def lines_of(self, run: Run, outcome: dict) -> tuple[dict, dict]:
+        """The lines of results and curves of a run that has ended; of one whose summary makes no sense, that it failed."""
         about = {"format": results.FORMAT, "sweep": self.identity, "job": run.name}
         line = about | {"attempts": max(self.attempts[run], 1), "algorithm": run.algorithm, "mode": run.mode}
         line |= {"env_id": run.env_id, "seed": run.seed, "steps": run.steps}
         line |= {key: value for key, value in outcome.items() if key not in ("summary", "curve")}
-        full = outcome.get("summary", {}) | line
+        full, curve = outcome.get("summary", {}) | line, about | outcome.get("curve", {})
         try:
-            results.check(full)
+            results.check_run(full)
+            if full["status"] == "ok":
+                results.check_curve(curve)
         except ValueError as error:
             full = line | {"status": "failed", "reason": f"printed a summary that {error}", "log": ""}
-        if full["status"] == "ok":
-            results.append(self.curves_file, about | outcome["curve"])  # first: a curve without its line goes on return
-        results.append(self.results_file, full)
-        if full["status"] == "ok":
+        return full, curve
+
+    def record(self, line: dict, curve: dict) -> None:
+        """Write the lines of a run that has ended."""
+        if line["status"] == "ok":
+            results.append(self.curves_file, curve)  # first: a curve without its line goes on return
+        results.append(self.results_file, line)
+        if line["status"] == "ok":
             self.done += 1
-            self.note_seconds(full)
+            self.note_seconds(line)
         else:
             self.failed += 1
-            self.say(f"failed: {run.name}: {full['reason']}\n{full['log']}")
+            self.say(f"failed: {line['job']}: {line['reason']}\n{line['log']}")
 
     def submit(self, runs: list[Run]) -> None:
         """Start runs: on a cluster as one array of jobs, of which it runs as many at a time as there are workers."""
@@ -472,7 +472,7 @@ class Sweep:
             return replace(job, threads=self.args.cores_per_job)
         # One at a time has all cores, and PyTorch's choice of threads, to itself.
         job = replace(job, threads=len(self.cores[place]) or None) if self.args.workers > 1 else job
-        gpu = self.gpus[place] if self.gpus else None
+        gpu = self.gpus[place] if self.gpus else ""  # a GPU that PyTorch cannot use is none of the run's
         return replace(job, cores=self.cores[place], gpu=gpu, owner=os.getpid(), lock=self.folder / "running.lock")
 
     def has_ended(self, attempt: Attempt) -> bool:
@@ -503,7 +503,7 @@ class Sweep:
                 self.say(f"once more: {run.name}: {outcome['reason']}")
                 self.queue.appendleft(run)
             else:
-                self.record(run, outcome)
+                self.record(*self.lines_of(run, outcome))
 
     def run(self) -> None:
         """Do all that is missing."""
@@ -582,11 +582,13 @@ class Sweep:
 
 
 def read_outcome(folder: Path) -> dict | None:
-    """What a run has left in its folder at its end, None before that."""
+    """What a run has left in its folder at its end; None before that, and where that is not what a run leaves."""
     try:
-        return json.loads((folder / "outcome.json").read_text())
-    except FileNotFoundError:
+        outcome = results.parse((folder / "outcome.json").read_bytes())
+        results.check_keys(outcome, results.Died if outcome["status"] == "failed" else results.Ended)
+    except (OSError, ValueError, KeyError, TypeError):
         return None
+    return outcome
 
 
 def slurm_jobs() -> dict[str, str] | None:
@@ -629,9 +631,8 @@ def work(args: Args, runs: list[Run], folder: Path, gpus: list[str]) -> int:
     except submitit.core.utils.FailedJobError as error:
         status, message = 2, f"sweep.py: error: Slurm refused the runs: {' '.join(str(error).split())[-300:]}"
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        status, message = 1, f"no space is left in {folder}"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        status, message = (1, f"no space is left in {folder}") if full else (2, f"sweep.py: error: --folder {folder}: {error}")
     if sweep:
         sweep.stop()
     done = sweep.done if sweep else 0
@@ -651,11 +652,11 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
     with claimed(folder):
-        if args.cluster == "local":
-            wait_for_strays(folder / "running.lock")
         try:
+            if args.cluster == "local":
+                wait_for_strays(folder / "running.lock")
             return work(args, runs, folder, gpus)
-        except results.ResultsError as error:
+        except (results.ResultsError, OSError) as error:
             refuse(f"--folder {folder}: {error}")
 
 

@@ -106,6 +106,18 @@ def profile_table(printed: str) -> dict[str, float]:
     return {line[:24].strip(): float(line.split("us a step")[1].split("%")[0]) for line in table}
 
 
+def commit(folder: Path) -> str:
+    """Make a folder a git checkout with one commit, and return that."""
+
+    def git(*command: str) -> str:
+        options = {"check": True, "capture_output": True, "text": True}
+        return subprocess.run(["git", "-C", folder, *command], **options).stdout.strip()
+
+    git("init", "--quiet")
+    git("-c", "user.name=A", "-c", "user.email=a@example.org", "commit", "--quiet", "--allow-empty", "--message", "first")
+    return git("rev-parse", "HEAD")
+
+
 def environment(**variables: str) -> dict[str, str]:
     """The variables for a script run as a command, which then has the environments of tests/envs.py, and more variables."""
     return os.environ | {"PYTHONPATH": str(TESTS)} | variables

@@ -1,13 +1,18 @@
-"""The tables are made from the results, and a run's samples become its figures."""
+"""Tables are made from the results, and a run's samples become its figures."""
 
+import os
+import platform
+import subprocess
 import sys
+from importlib import metadata
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, commit
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import job
 import report
+import results
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
@@ -72,6 +77,9 @@ class Driver:
             raise self.NVMLError
         return "handle"
 
+    def nvmlDeviceGetName(self, handle):  # noqa: N802
+        return "A GPU"
+
     def nvmlDeviceGetUtilizationRates(self, handle):  # noqa: N802
         return type("Rates", (), {"gpu": 50})
 
@@ -86,6 +94,7 @@ def test_gpu_samples_become_an_area_and_a_peak(monkeypatch, visible):
     for second in range(5):
         sampler.sample()
         sampler.seconds[-1] = float(second)
+    assert sampler.name == "A GPU"
     assert sampler.totals(float("inf")) == {"gpu_busy_seconds": 2.0, "gpu_memory_mb": 3.0}
     assert sampler.totals(3.0)["gpu_busy_seconds"] == 1.5  # without start-up
 
@@ -95,6 +104,7 @@ def test_a_gpu_that_is_not_there_gives_no_figures(monkeypatch, visible):
     monkeypatch.setattr(job, "pynvml", Driver())
     sampler = job.GpuSampler(visible)
     sampler.sample()
+    assert sampler.name is None
     assert sampler.totals(float("inf")) == {"gpu_busy_seconds": None, "gpu_memory_mb": None}
 
 
@@ -110,3 +120,68 @@ def test_the_end_of_a_log_has_the_last_state_of_a_progress_bar(tmp_path):
     log = tmp_path / "log.txt"
     log.write_bytes(b"first\n  0%|\r 50%|\r100%|\nTraceback\r\n")
     assert job.last_lines(log).splitlines() == ["first", "100%|", "Traceback"]
+
+
+def test_what_a_run_is_made_with_is_asked_of_its_own_interpreter(tmp_path):
+    head = commit(tmp_path)
+    for package, version in {"envpool": "9.9", "sbx-rl": "0.1"}.items():  # in the environment of the run, and not in this one
+        information = tmp_path / "packages" / f"{package.replace('-', '_')}-{version}.dist-info" / "METADATA"
+        information.parent.mkdir(parents=True)
+        information.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "packages")}
+    about = job.provenance((sys.executable, str(tmp_path / "script.py"), "--seed=1"), env, "A GPU")
+    expected = {"python": platform.python_version(), "torch": metadata.version("torch"), "envpool": "9.9", "sbx-rl": "0.1"}
+    assert about["versions"].items() >= expected.items()
+    assert "stable-baselines3" not in about["versions"]
+    assert about["hardware"]["cpu"]
+    assert (about["hardware"]["cores"], about["hardware"]["gpu"]) == (len(os.sched_getaffinity(0)), "A GPU")
+    assert about["git_commit"] == head
+
+
+def test_without_git_there_is_no_commit(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert job.provenance((sys.executable, __file__), dict(os.environ), None)["git_commit"] is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000, "is nested too deep"),
+        (b"[]", "is no line of results"),
+        (b"\xff", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (b'{"format": 1, "sps": NaN}', "has a number that is not finite in sps"),
+        (b'{"format": 1, "sps": 1e999}', "has a number that is not finite in sps"),
+        (b'{"format": 1, "more": {"it": [-Infinity]}}', "has a number that is not finite in more"),
+    ],
+)
+@pytest.mark.parametrize("name", ["results.jsonl", "curves.jsonl"])
+def test_a_line_that_is_none_is_refused_in_one_line(tmp_path, name, content, message):
+    for file in ("results.jsonl", "curves.jsonl"):
+        (tmp_path / file).touch()
+    (tmp_path / name).write_bytes(content + b"\n")
+    done = subprocess.run([sys.executable, report.__file__, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"report.py: error: {tmp_path / name}, line 1: {message}\n"
+
+
+def test_a_folder_in_place_of_results_is_refused_in_one_line(tmp_path):
+    (tmp_path / "results.jsonl").mkdir()
+    done = subprocess.run([sys.executable, report.__file__, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"report.py: error: [Errno 21] Is a directory: '{tmp_path / 'results.jsonl'}'\n"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"title": "a"}'])
+def test_figures_that_are_none_are_refused(tmp_path, monkeypatch, content):
+    monkeypatch.setattr(report, "PUBLISHED", tmp_path)
+    (tmp_path / "tricks.jsonl").write_text(f"{content}\n")
+    with pytest.raises(results.ResultsError, match="line 1"):
+        report.render("<!-- table: tricks tricks.jsonl -->\n<!-- end -->")
+
+
+@pytest.mark.parametrize("write", [results.append, lambda path, line: results.replace(path, [line])])
+def test_nothing_but_json_is_written(tmp_path, write):
+    path = tmp_path / "results.jsonl"
+    with pytest.raises(ValueError):
+        write(path, {"sps": float("nan")})
+    assert not path.exists() or not path.read_bytes()

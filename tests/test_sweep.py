@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -13,9 +14,11 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import results
+import sweep
 from slurm import SlurmUnavailable, slurm_cluster, wait_until
 
-# Prints a summary, after what the file named like its seed tells it to do, once or, with a trailing "!", each time.
+# Prints a summary, after what the file named like its seed tells it to do, once or, with a trailing "!", each time. An object
+# there is a part of the summary.
 STAND_IN = """
 import json, os, psutil, signal, sys, time
 from pathlib import Path
@@ -45,7 +48,12 @@ if todo.startswith("abandoned"):  # kills the process that submitit has started,
     time.sleep(1000)
 if todo.startswith("silent"):
     sys.exit()
-speed = "fast" if todo.startswith("nonsense") else 100.0 + seed
+if todo.startswith("deep"):
+    sys.exit(print("[" * 100_000))
+if todo.startswith("cut off"):  # the process that watches it leaves half an outcome.json, and dies
+    Path("outcome.json").write_text('{"status": "ok", "summ')
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
 if todo.startswith("fill"):
     with (here.parent / "disk" / "filler").open("wb", buffering=0) as filler:
         while True:
@@ -53,11 +61,12 @@ if todo.startswith("fill"):
 writer = SummaryWriter("runs/one")
 for step in range(1, 251):
     writer.add_scalar("charts/episodic_return", step / 2, step)
+writer.add_scalar("charts/episodic_return", float("inf"), 251)
 writer.close()
-hardware = {"cpu": "A CPU", "cores": 2, "gpu": None}
 summary = {"script": Path(__file__).stem, "env_id": options["env-id"], "seed": seed, "total_timesteps": 250}
-summary |= {"sps": speed, "startup_seconds": 1.0, "wall_seconds": 0.5, "git_commit": None, "argv": sys.argv[1:]}
-summary |= {"episodic_return": 100.0, "episodic_return_10": 120.0, "versions": {"python": "3.12.1"}, "hardware": hardware}
+summary |= {"sps": 100.0 + seed, "startup_seconds": 1.0, "wall_seconds": 0.5, "device": "cpu"}
+summary |= {"episodic_return": 100.0, "episodic_return_10": 120.0}
+summary |= json.loads(todo.rstrip("!")) if todo.startswith("{") else {}
 print(json.dumps(summary))
 """
 
@@ -105,7 +114,7 @@ class House:
     def lines(self) -> list[dict]:
         """The results, which have to be in order."""
         lines = results.read(self.folder / "results.jsonl")
-        curves = results.read(self.folder / "curves.jsonl", curves=True)
+        curves = results.read(self.folder / "curves.jsonl", results.check_curve)
         assert [curve["job"] for curve in curves] == [line["job"] for line in lines if line["status"] == "ok"]
         assert len({line["job"] for line in lines}) == len(lines)
         return lines
@@ -128,7 +137,7 @@ def test_a_sweep_writes_a_line_and_a_curve_a_run_a_table_and_plots(house):
     ]
     assert [line["cold_start"] for line in lines] == [True, False, False]
     assert all(line["cpu_busy_seconds"] > 0.1 and line["gpu_busy_seconds"] is None for line in lines)
-    curve = results.read(house.folder / "curves.jsonl", curves=True)[0]
+    curve = results.read(house.folder / "curves.jsonl", results.check_curve)[0]
     assert len(curve["step"]) == 100
     assert curve["step"][-1] == 250
     # Of 250 episodes the first 50 groups have three: the means of 1, 2, 3 and of 249 and 250, halved.
@@ -185,6 +194,8 @@ def test_a_run_that_ended_after_its_sweep_is_not_repeated(house):
     ("behaviour", "reason"),
     [
         ("killed", "killed by SIGKILL"),
+        ("cut off", "the process that ran it died"),
+        ("deep", "printed no summary"),
         ("hang", "took longer than 6 s"),
         ("silent", "printed no summary"),
         ("orphan", "the process that ran it died"),
@@ -199,8 +210,9 @@ def test_a_run_that_fails_is_tried_again_and_then_recorded(house, behaviour, rea
     lines = {line["seed"]: line for line in house.lines()}
     assert [(lines[seed]["status"], lines[seed]["attempts"]) for seed in range(3)] == [("ok", 2), ("failed", 2), ("ok", 1)]
     assert lines[1]["reason"] == reason
-    if behaviour not in ("orphan", "abandoned"):
+    if behaviour not in ("orphan", "abandoned", "cut off"):
         assert lines[1]["log"] == "a line of the log"
+        assert lines[1]["versions"]["python"] == platform.python_version()
     assert not house.stand_ins()
     assert f"failed: {lines[1]['job']}: {reason}" in done.stdout
 
@@ -218,9 +230,81 @@ def test_what_failed_and_is_not_selected_stays(house):
 
 
 def test_a_summary_that_makes_no_sense_is_a_failure(house):
-    house.tell(1, "nonsense!")
-    assert house.sweep().returncode == 1
-    assert [line.get("reason", "")[:22] for line in house.lines()] == ["", "printed a summary that", ""]
+    wrong = {"sps": '"fast"', "startup_seconds": "NaN", "wall_seconds": '"long"', "more": '{"it": [-Infinity]}'}
+    for seed, (key, value) in enumerate(wrong.items()):
+        house.tell(seed, f'{{"{key}": {value}}}!')
+    done = house.sweep(seeds=len(wrong))
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    for line, key in zip(house.lines(), wrong, strict=True):
+        assert line["reason"].startswith("printed a summary that ")
+        assert key in line["reason"]
+    (house.leanrl / "0").unlink()
+    assert house.sweep(seeds=1).returncode == 0  # what failed is tried again
+    assert len(house.starts()) == len(wrong) + 1
+
+
+def test_what_the_harness_knows_counts_and_not_what_a_summary_says_of_it(house):
+    house.tell(1, json.dumps({"versions": {"python": "2.7"}, "hardware": None, "git_commit": 1, "peak_memory_mb": 1.0}))
+    subprocess.run(["git", "init", "--quiet", house.path], check=True)
+    identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+    subprocess.run(
+        ["git", "-C", house.path, *identity, "commit", "--quiet", "--allow-empty", "--message", "first"], check=True
+    )
+    head = subprocess.run(["git", "-C", house.path, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert house.sweep(seeds=2).returncode == 0
+    for line in house.lines():
+        assert line["versions"]["python"] == platform.python_version()
+        assert line["hardware"]["cores"] == len(os.sched_getaffinity(0))
+        assert line["git_commit"] == head
+        assert 100 < line["peak_memory_mb"] < 2000  # it imports torch, which the process around it does not
+
+
+def test_a_sweep_needs_no_git(house):
+    done = house.sweep(seeds=1, env=os.environ | {"PATH": ""})
+    assert done.returncode == 0, done.stderr
+    assert house.lines()[0]["git_commit"] is None
+
+
+# What is left where a write was cut off, or somebody has edited.
+NONSENSE = [b"", b'{"status": "ok", "summ', b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"status": ["ok"]}', b'{"status": "ok"}']
+NONSENSE += [b'{"format": 1, "profile": "quick", "git_commit": null}', None]  # None: a folder
+
+
+def leave(path: Path, content: bytes | None) -> None:
+    """Have a file with this content there, or a folder."""
+    path.unlink(missing_ok=True)
+    path.mkdir() if content is None else path.write_bytes(content)
+
+
+@pytest.mark.parametrize("content", NONSENSE, ids=lambda content: str(content)[:20])
+def test_what_is_no_outcome_and_no_description_counts_for_none(tmp_path, capsys, content):
+    leave(tmp_path / "outcome.json", content)
+    assert sweep.read_outcome(tmp_path) is None
+    leave(tmp_path / "sweep.json", content)
+    with pytest.raises(SystemExit, match="2"):
+        sweep.describe(tmp_path, "quick")
+    assert capsys.readouterr().err == f"sweep.py: error: --folder {tmp_path}: sweep.json is not readable\n"
+
+
+@pytest.mark.parametrize("name", ["results.jsonl", "running.lock", "jobs"])
+def test_a_folder_for_a_file_or_the_reverse_is_told_in_one_line(house, name):
+    house.folder.mkdir()
+    leave(house.folder / name, b"" if name == "jobs" else None)
+    done = house.sweep()
+    assert done.returncode == 2
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith(f"sweep.py: error: --folder {house.folder}: ")
+    assert name in message
+    assert "Traceback" not in done.stderr
+    assert not house.starts()
+
+
+def test_a_line_that_is_nested_too_deep_is_told_in_one_line(house):
+    assert house.sweep(seeds=1).returncode == 0
+    path = house.folder / "results.jsonl"
+    path.write_bytes(b"[" * 100_000 + b"\n" + path.read_bytes())
+    assert refused(house.sweep()) == f"--folder {house.folder}: {path}, line 1: is nested too deep"
 
 
 def test_two_sweeps_in_one_folder_exclude_each_other(house):
@@ -308,7 +392,8 @@ LINE |= {"hardware": {"cpu": "A CPU", "cores": 2, "gpu": None}, "more": "is welc
 
 
 @pytest.mark.parametrize(
-    "rest", [b'{"format": 1, "sw', b'{"format": 1, "sw\n', b"\xff\xfe\x00\n", b"12\n", b'{"format": 1}\n', b"\n\n"]
+    "rest",
+    [b'{"format": 1, "sw', b'{"format": 1, "sw\n', b"\xff\xfe\x00\n", b"12\n", b'{"format": 1}\n', b"\n\n", b"[" * 99999],
 )
 def test_the_remains_of_a_write_are_left_out(tmp_path, rest):
     path = tmp_path / "results.jsonl"
@@ -406,7 +491,7 @@ def test_slurm_gives_the_lines_that_a_local_sweep_gives(house, cluster):
     done = house.sweep("--cluster", "slurm", "--partition", "debug", "--cores-per-job", "1", env=os.environ | cluster)
     assert done.returncode == 0, done.stderr
     lines = sorted(house.lines(), key=lambda line: line["seed"])
-    varies = ("sweep", "attempts", "cpu_busy_seconds", "cold_start", "threads")
+    varies = ("sweep", "attempts", "cpu_busy_seconds", "peak_memory_mb", "cold_start", "threads")
     assert [{key: value for key, value in line.items() if key not in varies} for line in lines] == [
         {key: value for key, value in line.items() if key not in varies} for line in local
     ]
@@ -471,6 +556,8 @@ def test_ctrl_c_cancels_the_jobs_on_slurm(house, cluster):
         ({"mode": "fast"}, "mode"),
         ({"hardware": {"cpu": "A CPU"}}, "hardware"),
         ({"sps": "fast"}, "sps"),
+        ({"sps": float("nan")}, "sps"),
+        ({"wall_seconds": "long"}, "wall_seconds"),
         ({"gpu_busy_seconds": "many"}, "gpu_busy_seconds"),
         ({"status": "failed"}, "reason"),
     ],
@@ -489,6 +576,6 @@ def test_lines_that_do_not_fit_the_format_are_refused(tmp_path, change, message)
 def test_curves_that_do_not_fit_the_format_are_refused(tmp_path, change):
     curve = {"format": 1, "sweep": "a", "job": "b", "step": [1, 2], "seconds": [1.0, 2.0], "episodic_return": [0.0, 1.0]}
     curve |= {"gpu_seconds": [], "gpu_utilization": []}
-    results.check(curve, curve=True)
+    results.check_curve(curve)
     with pytest.raises(ValueError):
-        results.check(curve | change, curve=True)
+        results.check_curve(curve | change)
