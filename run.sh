@@ -3,7 +3,11 @@
 #
 #   ./run.sh [ARGS]               the benchmark: in a few minutes every script, eager and compiled, with a table of their speed
 #                                 and plots; ARGS go to benchmark/sweep.py, such as --profile speed
-#   ./run.sh train NAME [ARGS]    train, e.g. ./run.sh train sac_continuous_action_torchcompile --compile
+#   ./run.sh sweep --help         all options of the benchmark
+#   ./run.sh train NAME [ARGS]    train, e.g. ./run.sh train sac_continuous_action_torchcompile --compile; --help lists the
+#                                 options. Relative paths are those of this folder: it logs into runs/ here
+#   ./run.sh profile NAME [ARGS]  train until a profile has been taken, and print where the time of a step goes; the trace is
+#                                 the file --trace FILE, by default a new one in profiles/; other ARGS are those of train
 #   ./run.sh test [ARGS]          run the tests; ARGS go to pytest
 #   ./run.sh peers [ARGS]         the benchmark beside Stable-Baselines3 and SBX; ARGS go to benchmark/sweep.py
 #   ./run.sh report [FOLDER]      the table and plots of a sweep; without FOLDER those of README.md and docs/, written anew
@@ -18,7 +22,7 @@ die() {
 }
 
 usage() {
-  sed -n '2,11s/^# \{0,1\}//p' run.sh
+  sed -n '/^#!/d; /^[^#]/q; s/^# \{0,1\}//p' run.sh
 }
 
 # install VENV REQUIREMENTS...: make VENV if there is none, and install unless these very requirements are there already.
@@ -55,12 +59,13 @@ case $command in
   sweep)
     main benchmark/sweep.py "$@"
     ;;
-  train)
+  train | profile)
     name=${1:-}
     [ -n "$name" ] && [ -f "leanrl/$name.py" ] ||
-      die "train takes one of: $(cd leanrl && echo *.py | sed 's/\.py//g'), got ${name:-nothing}"
+      die "$command takes one of: $(cd leanrl && echo *.py | sed 's/\.py//g'), got ${name:-nothing}"
     shift
-    main "leanrl/$name.py" "$@"
+    [ "$command" = train ] && main "leanrl/$name.py" "$@"
+    main benchmark/profile_run.py "$name" "$@"
     ;;
   test)
     # Two at a time, on one thread each (tests/conftest.py).

@@ -29,6 +29,7 @@ timeout 220 "$python" benchmark/sweep.py --scripts "$@" --modes "${modes[@]}" --
   "$python" benchmark/report.py "$folder" # what there is of it
 }
 for name in "$@"; do
-  timeout 40 "$python" benchmark/profile_update.py "${name}_torchcompile" --compile --cudagraphs || status=1
+  timeout 40 "$python" benchmark/profile_run.py "${name}_torchcompile" --trace "$folder/$name-trace.json.gz" \
+    --compile --cudagraphs || status=1
 done
 exit $status

@@ -1,6 +1,7 @@
 """What the tests share: the names of the scripts, ways to load and to run one, and the recursion for advantages."""
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -57,11 +58,33 @@ def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> 
         return runpy.run_path(path, run_name="__main__")
 
 
+def scripted_world(name: str) -> tuple[str, str]:
+    """The argument for the scripted world of a script; the Atari script's needs ScriptedGames in place of EnvPool, too."""
+    return "--env-id", "Breakout-v5" if "atari" in name else "envs:Scripted-v0"
+
+
 def play(name: str, *args, **options) -> dict:
     """Train like `run` in the scripted world of the script: envs.ScriptedGames in place of EnvPool, or else envs.Scripted."""
-    env_id = "Breakout-v5" if "atari" in name else "envs:Scripted-v0"
     with patch("envpool.make", ScriptedGames):
-        return run(name, "--env-id", env_id, *args, **options)
+        return run(name, *scripted_world(name), *args, **options)
+
+
+def profile(name: str, *args, directory: Path, cuda: bool = False) -> subprocess.CompletedProcess:
+    """Profile a script in its scripted world as a command, with the trace in directory/trace.json."""
+    world = "import envpool, envs, profile_run; envpool.make = envs.ScriptedGames; profile_run.main()"
+    options = ("--trace", "trace.json", *scripted_world(name), "--cuda" if cuda else "--no-cuda")
+    command = [sys.executable, "-c", world, name, *options, *map(str, args)]
+    variables = environment(PYTHONPATH=f"{TESTS}{os.pathsep}{ROOT / 'benchmark'}")
+    return subprocess.run(command, env=variables, cwd=directory, capture_output=True, text=True)
+
+
+def profile_shares(done: subprocess.CompletedProcess) -> list[dict[str, float]]:
+    """The tables that a profile has printed: percents of a step by row."""
+    assert done.returncode == 0, done.stderr
+    *tables, trace = done.stdout.split("\n\n")
+    assert trace.startswith("trace: ")
+    rows = [[re.split(r"\s{2,}", line) for line in table.splitlines()[1:]] for table in tables]
+    return [{name: float(share.rstrip("%")) for name, _, share, *_ in table} for table in rows]
 
 
 def resume_with_warm_up(script: str, *flags, directory: Path, **options) -> None:

@@ -1,16 +1,22 @@
-"""Tables are made from the results, and a run's samples become its figures."""
+"""Tables are made from the results, a run's samples become its figures, a profile tells where its time goes."""
 
+import gzip
+import json
 import os
 import platform
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, commit
+from conftest import ROOT, SHORT, commit, profile, profile_shares
+from torch.autograd import DeviceType
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import job
+import profile_run
 import report
 import results
 
@@ -185,3 +191,106 @@ def test_nothing_but_json_is_written(tmp_path, write):
     with pytest.raises(ValueError):
         write(path, {"sps": float("nan")})
     assert not path.exists() or not path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [("sac_continuous_action", ()), ("ppo_continuous_action", ()), ("ppo_atari_envpool_torchcompile", ("--compile",))],
+)
+def test_a_profile_tells_where_the_time_goes(name, flags, tmp_path):
+    done = profile(name, *SHORT[name], *flags, directory=tmp_path)
+    parts, operators = profile_shares(done)
+    assert set(parts) - {"prepare"} == {"policy", "update", "environment", "waiting for the device", "the rest"}
+    assert ("prepare" in parts) == ("ppo" in name)
+    assert min(parts[name] for name in ("policy", "update", "environment", "the rest")) > 0
+    assert sum(parts.values()) == pytest.approx(100, abs=0.5)
+    assert parts.keys().isdisjoint(operators)
+    assert any(operator.startswith("Torch-Compiled Region" if flags else "aten::") for operator in operators)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event.get("name") == "environment" for event in events) == 50  # or num_steps, of which SHORT has as many
+    assert "total_timesteps" not in done.stdout  # it ends there
+
+
+def test_a_run_that_is_shorter_than_its_profile_is_refused(tmp_path):
+    for name, most, needed in (("sac_continuous_action", 159, 160), ("ppo_continuous_action", 199, 200)):
+        done = profile(name, *SHORT[name], "--total-timesteps", most, directory=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        *_, line = done.stderr.splitlines()
+        message = f"a profile takes {needed} agent steps, and this run makes {most}: see --total-timesteps"
+        assert line == f"profile_run.py: error: {message}"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("sac_continuous_action", "--gamma", "2"), "sac_continuous_action.py: error: --gamma takes a number from 0 to 1, "),
+        (("sac",), "profile_run.py: error: takes one of: ppo_atari_envpool ppo_atari_envpool_torchcompile ppo_continuous"),
+        ((), "profile_run.py: error: the following arguments are required: name"),
+        (("sac_continuous_action", "--trace", "/dev/null/trace"), "profile_run.py: error: --trace takes a file that can be "),
+        (("sac_continuous_action", "--trace", "/"), "profile_run.py: error: --trace takes a file that can be written, got /"),
+    ],
+)
+def test_bad_arguments_of_a_profile_are_told_in_one_line(tmp_path, args, message):
+    done = subprocess.run([sys.executable, profile_run.__file__, *args], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert line.startswith(message)
+
+
+def test_the_trace_is_by_default_a_new_file_in_profiles(tmp_path):
+    name, world = "ppo_continuous_action", ("--env-id", "InvertedPendulum-v4", "--no-cuda")
+    command = [sys.executable, profile_run.__file__, name, *SHORT[name], *world]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    [trace] = (tmp_path / "profiles").iterdir()
+    assert done.stdout.endswith(f"\n\ntrace: {trace}\n")
+    assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+
+
+@pytest.mark.parametrize("nesting", ["if True:", "with suppress(KeyboardInterrupt), open(__file__) as bar:"])
+def test_the_main_loop_is_found_where_it_is_nested(nesting):
+    loop = f"    while waiting:\n        pass\n    {nesting}\n        while not last:\n            last = 'over'"
+    source = f'from contextlib import suppress\nif __name__ == "__main__":\n    waiting = last = False\n{loop}'
+    seen = []
+    run = {"__name__": "__main__", "__file__": __file__, "begin_profile": lambda run: seen.append(run["last"])}
+    exec(compile(profile_run.hooked(source, Path("script")), "script", "exec"), run)
+    assert (seen, run["last"]) == ([False], "over")
+
+
+@pytest.mark.parametrize("source", ["while True:\n    break", "while not last:\n    last = 1\n" * 2])
+def test_a_script_without_one_main_loop_is_refused(source, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        profile_run.hooked(source, Path("script"))
+    assert "loops `while not last:`" in capsys.readouterr().err
+
+
+def test_what_runs_on_the_device_and_waits_within_a_part_are_counted_once():
+    def event(name, microseconds, parent=None, device=DeviceType.CPU):
+        times = {"time_range": SimpleNamespace(elapsed_us=lambda: microseconds)}
+        return SimpleNamespace(name=name, cpu_parent=parent, device_type=device, **times)
+
+    policy = event("policy", 100)
+    events = [event("ProfilerStep*", 1000), policy, event("policy", 70, device=DeviceType.CUDA)]
+    events += [event("cudaMemcpyAsync", 10, event("aten::copy_", 20, policy)), event("cudaStreamSynchronize", 300)]
+    events += [event("cudaMemcpyAsync", 30, event("aten::copy_", 40)), event("environment", 200)]
+    run_profile = profile_run.RunProfile()
+    run_profile.names, run_profile.steps = ["policy", "update", "environment"], 2
+    run_profile.profiler = SimpleNamespace(events=lambda: events)
+    expected = {"policy": 50, "update": 0, "environment": 100, "waiting for the device": 165, "the rest": 185}
+    assert run_profile.rows() == (500, expected)
+
+
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_the_door_names_the_scripts(command):
+    done = subprocess.run([ROOT / "run.sh", command, "dqn"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"run.sh: error: {command} takes one of: ppo_atari_envpool ppo_atari_envpool_torchcompile ")
+    assert line.endswith("td3_continuous_action_torchcompile, got dqn")
+
+
+def test_the_door_tells_how_to_use_it():
+    done = subprocess.run([ROOT / "run.sh", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    for told in ("sweep --help", "train NAME", "logs into runs/", "profile NAME", "a new one in profiles/", "PYTHON names"):
+        assert told in done.stdout
+    assert not done.stdout.startswith("#")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch._inductor.config
-from conftest import OFF_POLICY, SCRIPTS, SHORT, assert_same_numbers, play, profile_table, resume_with_warm_up, run
+from conftest import OFF_POLICY, SCRIPTS, SHORT, assert_same_numbers, play, profile, profile_shares, resume_with_warm_up, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,12 +62,14 @@ def test_a_captured_run_goes_on_from_a_checkpoint(script, tmp_path):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_profile_of_captured_graphs(script, tmp_path, capfd):
-    options = ("--total-timesteps", "900", *ON_DEVICE.get(script, ()), "--profile", "profile")
-    play(f"{script}_torchcompile", *SHORT[script], *options, "--compile", "--cudagraphs", cuda=True, directory=tmp_path)
-    shares = profile_table(capfd.readouterr().err)
-    assert min(shares[name] for name in ("policy", "update", "environment", "waiting for the device")) > 0
-    assert "cudaGraphLaunch" in (tmp_path / "profile" / "trace.json").read_text()
+def test_a_profile_of_captured_graphs(script, tmp_path):
+    flags = (*ON_DEVICE.get(script, ()), "--compile", "--cudagraphs")
+    done = profile(f"{script}_torchcompile", *SHORT[script], *flags, cuda=True, directory=tmp_path)
+    parts, kernels, operators = profile_shares(done)
+    assert min(parts[name] for name in ("policy", "update", "environment", "waiting for the device", "the rest")) > 0
+    assert sum(parts.values()) == pytest.approx(100, abs=0.5)
+    assert min(max(kernels.values()), max(operators.values())) > 0
+    assert "cudaGraphLaunch" in (tmp_path / "trace.json").read_text()
 
 
 def assert_policy_is_random(run: dict) -> None:
