@@ -2,7 +2,7 @@
 # requires-python = ">=3.11,<3.14"
 # dependencies = [
 #     "torch>=2.11,<2.14", "tensordict>=0.15.3,<0.16", "gymnasium>=1.4,<1.5", "envpool==1.2.5", "numpy>=2,<3",
-#     "tyro>=1,<2", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "psutil>=6", "moviepy>=2,<3",
+#     "tyro>=1,<2", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "psutil>=6", "moviepy>=2,<3", "filelock>=3.15",
 # ]
 # ///
 """Proximal Policy Optimization (PPO) for Atari games, simulated by EnvPool.
@@ -20,19 +20,16 @@ Deviations from the paper and the details:
 import json
 import math
 import os
-import platform
-import resource
-import shutil
+import re
 import signal
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 import envpool
 import gymnasium as gym
@@ -40,6 +37,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
+from filelock import FileLock, Timeout
+from gymnasium.utils.save_video import capped_cubic_video_schedule, save_video
 from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -48,107 +47,71 @@ from tqdm import tqdm
 # ---- Arguments -------------------------------------------------------------------------------------------------------
 @dataclass
 class Args:
-    exp_name: str = Path(__file__).stem
-    """the name of this experiment"""
-    seed: int = 1
-    """seed of the experiment"""
-    cuda: bool = True
-    """use a CUDA device if there is one"""
-    tf32: bool = False
-    """let float32 matrix products and convolutions on CUDA use TF32 (faster, about three decimal digits)"""
-    track: bool = False
-    """also send the logs to Weights & Biases"""
-    wandb_project_name: str = "leanrl"
-    """the project of the Weights & Biases run"""
-    wandb_entity: str | None = None
-    """the entity (team) of the Weights & Biases run"""
-    capture_video: bool = False
-    """record videos of games of the first environment under runs/<run>/videos"""
-    save_model: bool = False
-    """write a checkpoint at the end"""
-    checkpoint_every: int | None = None
-    """agent steps between two checkpoints, of which the newest two are kept"""
-    resume: Path | None = None
-    """go on with the run of this checkpoint; of a folder, its newest"""
-    evaluate: Path | None = None
-    """do not train, evaluate this checkpoint; of a folder, its newest"""
-    eval_episodes: int | None = None
-    """evaluate the agent at the end, over so many episodes; 10 with --evaluate"""
-    profile: Path | None = None
-    """a folder for a profile of some steps after warm-up, a trace and a table"""
+    exp_name: str = Path(__file__).stem  # the name of this experiment
+    seed: int = 1  # seed of the experiment
+    cuda: bool = True  # use a CUDA device if there is one
+    tf32: bool = False  # let float32 products and convolutions on CUDA use TF32 (faster, about three decimal digits)
+    track: bool = False  # also send the logs to Weights & Biases
+    wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
+    wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
+    capture_video: bool = False  # record videos of games of the first environment under runs/<run>/videos
+    save_model: bool = False  # write a checkpoint at the end
+    checkpoint_every: int | None = None  # agent steps between two checkpoints, of which the newest two are kept
+    resume: Path | None = None  # go on with the run of this checkpoint; of a folder, its newest
+    evaluate: Path | None = None  # do not train, evaluate this checkpoint; of a folder, its newest
+    eval_episodes: int | None = None  # evaluate the agent at the end, over so many episodes; 10 with --evaluate
 
-    env_id: str = "Breakout-v5"
-    """the id of the game: any Atari game of EnvPool"""
-    total_timesteps: int = 10_000_000
-    """agent steps in all, over all environments; the run ends where no whole rollout is left"""
-    learning_rate: float = 2.5e-4
-    """the learning rate at the start"""
-    num_envs: int = 8
-    """the number of parallel environments"""
-    env_threads: int = 0
-    """the number of threads that step the environments; 0 lets EnvPool choose"""
-    num_steps: int = 128
-    """the steps of each environment in a rollout"""
-    anneal_lr: bool = True
-    """let the learning rate fall linearly to zero"""
-    gamma: float = 0.99
-    """the discount factor"""
-    gae_lambda: float = 0.95
-    """lambda of the generalised advantage estimate"""
-    num_minibatches: int = 4
-    """the number of minibatches that a rollout is divided into"""
-    update_epochs: int = 4
-    """how often a rollout is learnt from"""
-    norm_adv: bool = True
-    """normalise the advantages of each minibatch"""
-    clip_coef: float = 0.1
-    """the bound on the ratio of probabilities, as a distance from 1"""
-    clip_vloss: bool = True
-    """clip the value loss, too"""
-    ent_coef: float = 0.01
-    """the weight of the entropy"""
-    vf_coef: float = 0.5
-    """the weight of the value loss"""
-    max_grad_norm: float = 0.5
-    """the norm that gradients are clipped to"""
-    target_kl: float | None = None
-    """stop learning from a rollout after the epoch in which the KL divergence passes this"""
-
-
-def refuse(message: str) -> None:
-    """Tell a bad argument in one line on standard error and leave with exit status 2."""
-    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    env_id: str = "Breakout-v5"  # the id of the game: any Atari game of EnvPool
+    total_timesteps: int = 10_000_000  # agent steps in all, over all environments; it ends where no whole rollout is left
+    learning_rate: float = 2.5e-4  # the learning rate at the start
+    num_envs: int = 8  # the number of parallel environments
+    env_threads: int = 0  # the number of threads that step the environments; 0 lets EnvPool choose
+    num_steps: int = 128  # the steps of each environment in a rollout
+    anneal_lr: bool = True  # let the learning rate fall linearly to zero
+    gamma: float = 0.99  # the discount factor
+    gae_lambda: float = 0.95  # lambda of the generalised advantage estimate
+    num_minibatches: int = 4  # the number of minibatches that a rollout is divided into
+    update_epochs: int = 4  # how often a rollout is learnt from
+    norm_adv: bool = True  # normalise the advantages of each minibatch
+    clip_coef: float = 0.1  # the bound on the ratio of probabilities, as a distance from 1
+    clip_vloss: bool = True  # clip the value loss, too
+    ent_coef: float = 0.01  # the weight of the entropy
+    vf_coef: float = 0.5  # the weight of the value loss
+    max_grad_norm: float = 0.5  # the norm that gradients are clipped to
+    target_kl: float | None = None  # stop learning from a rollout after the epoch in which the KL divergence passes this
 
 
 def check_args(args: Args) -> None:
-    """Refuse argument values that cannot work, before anything is started."""
-    at_least_1 = ("checkpoint_every", "eval_episodes", "num_envs", "num_steps", "num_minibatches", "update_epochs")
-    not_negative = ("learning_rate", "clip_coef", "ent_coef", "vf_coef", "max_grad_norm", "target_kl")
+    """Refuse values that cannot work, before anything is started."""
+    batch_size = args.num_envs * args.num_steps
+    counts = ("checkpoint_every", "eval_episodes", "num_envs", "num_steps", "num_minibatches", "update_epochs")
+    amounts = ("learning_rate", "clip_coef", "ent_coef", "vf_coef", "max_grad_norm", "target_kl")
     ranges = {
         "seed": (0, 2**63 - 1),
         "env_threads": (0, 2**31 - 1),
-        **dict.fromkeys(at_least_1, (1, math.inf)),
-        "total_timesteps": (args.num_envs * args.num_steps * (2 if args.profile else 1), math.inf),
+        **dict.fromkeys(counts, (1, math.inf)),
+        "total_timesteps": (0 if args.evaluate else batch_size, math.inf),
+        **dict.fromkeys(amounts, (0, math.inf)),
         **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
-        **dict.fromkeys(not_negative, (0, math.inf)),
     }
     for name, (low, high) in ranges.items():
         value = getattr(args, name)
         if value is not None and (not low <= value <= high or value == math.inf):
             refuse(f"--{name.replace('_', '-')} takes a number from {low} to {high}, got {value}")
-    if args.num_envs * args.num_steps % args.num_minibatches:
-        refuse(f"--num-minibatches takes a divisor of the {args.num_envs * args.num_steps} rows, got {args.num_minibatches}")
-    try:
-        (args.profile or Path()).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse(f"--profile takes a folder that can be written to, got {args.profile}: {error.strerror}")
+    if not args.evaluate and batch_size % args.num_minibatches:
+        refuse(f"--num-minibatches takes a divisor of the {batch_size} rows, got {args.num_minibatches}")
     if args.resume and args.evaluate:
         refuse("--resume and --evaluate exclude each other")
 
 
+def refuse(message: str) -> NoReturn:
+    """Tell what is wrong with the arguments in one line on standard error and leave with exit status 2."""
+    print(f"{Path(__file__).name}: error: {' '.join(message.split())[:1000]}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 # ---- Environment -----------------------------------------------------------------------------------------------------
-def make_envs(args: Args, step: int, learning: bool = True) -> gym.Env:
+def make_envs(args: Args, step: int = 0, learning: bool = True) -> gym.Env:
     """Build the games, stepped at once by EnvPool; each goes on or anew in the step after a lost life or an end.
 
     Observations are the last four frames, (4, 84, 84) of uint8; rewards are clipped to their sign, and `info["reward"]` is
@@ -160,8 +123,29 @@ def make_envs(args: Args, step: int, learning: bool = True) -> gym.Env:
     # EnvPool would give environment i the seed plus i: runs with seeds 1 and 2 would share all but one. It takes 31 bits.
     seeds = (np.random.SeedSequence([args.seed, step, not learning]).generate_state(args.num_envs) >> 1).tolist()
     options = {"seed": seeds, "num_threads": args.env_threads, "render_mode": "rgb_array" if args.capture_video else None}
-    learner_options = {"episodic_life": learning, "reward_clip": learning}
-    return envpool.make(args.env_id, env_type="gymnasium", num_envs=args.num_envs, **learner_options, **options)
+    options |= {"episodic_life": learning, "reward_clip": learning}
+    try:
+        return envpool.make(args.env_id, env_type="gymnasium", num_envs=args.num_envs, **options)
+    except Exception as error:
+        refuse(f"--env-id: cannot make {args.env_id}: {type(error).__name__}: {error}")
+
+
+def film(envs: gym.Env, folder: Path) -> None:
+    """Have `envs.step` film games 0, 1, 8, 27, ... and each thousandth of the first environment, 3000 frames (300 MB) each."""
+    frames, game, step = [], 0, envs.step
+
+    def filming_step(actions: np.ndarray) -> tuple:
+        nonlocal game
+        result = step(actions)
+        if capped_cubic_video_schedule(game) and len(frames) < 3000:
+            frames.append(envs.render(env_ids=[0])[0])
+        if result[4]["terminated"][0] > 0 or result[3][0]:
+            save_video(frames, str(folder), fps=15, episode_index=game)
+            frames.clear()
+            game += 1
+        return result
+
+    envs.step = filming_step
 
 
 # ---- Networks --------------------------------------------------------------------------------------------------------
@@ -285,193 +269,186 @@ def explained_variance(values: Tensor, returns: Tensor, valid: Tensor) -> Tensor
 
 def adam_tensors(name: str, params: dict[str, Tensor], optimizer: optim.Adam) -> dict[str, Tensor]:
     """Zero moments and step counts of Adam for named parameters, made ahead; returns all by names that checkpoints know."""
-    tensors = {}
-    for key, param in params.items():
+    for param in params.values():
         moments = {kind: torch.zeros_like(param) for kind in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[param] = kept = moments | {"step": torch.zeros((), device=param.device)}
-        tensors |= {f"{name}.{kind}.{key}": tensor for kind, tensor in {"params": param, **kept}.items()}
-    return tensors
+        optimizer.state[param] = moments | {"step": torch.zeros((), device=param.device)}
+    states = {key: {"params": param, **optimizer.state[param]} for key, param in params.items()}
+    return {f"{name}.{kind}.{key}": tensor for key, state in states.items() for kind, tensor in state.items()}
 
 
 # ---- Logging ---------------------------------------------------------------------------------------------------------
-def make_writer(args: Args, folder: Path, step: int) -> SummaryWriter:
-    """Open the TensorBoard log in a run's folder to go on after `step`, mirrored to Weights & Biases under --track."""
-    if args.track:
-        import wandb
+class Logger:
+    """A run's folder with its TensorBoard log, under --track also on Weights & Biases; episodes; progress bar; run summary."""
 
-        run_id = "".join(c if c.isalnum() else "_" for c in folder.name)[-64:]
-        options = {
-            "project": args.wandb_project_name,
-            "entity": args.wandb_entity,
-            "name": folder.name,
-            "config": asdict(args),
-        }
-        wandb.init(id=run_id, resume="allow", sync_tensorboard=True, save_code=True, **options)
-    try:
-        # What an interrupted run logged and saved beyond the checkpoint that it goes on from does not count.
-        writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume else None)
-        for path in checkpoints(folder) if args.resume else ():
-            if int(path.stem) > step:
-                path.unlink()
-    except OSError as error:
-        refuse(f"{folder} cannot be written to: {error.strerror}")
-    rows = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-    return writer
+    def __init__(self, args: Args, folder: Path | None, step: int, episodes: list, trains: bool):
+        self.args, self.episodes, self.logged, self.saved_step, self.sps = args, episodes, len(episodes), step, None
+        self.returns, self.lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=np.int64)
+        name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
+        try:
+            for number in range(1, 10**9) if folder is None else ():
+                with suppress(FileExistsError):  # of a run that started in the same second
+                    folder = Path("runs", name if number == 1 else f"{name}_{number}")
+                    folder.mkdir(parents=True)
+                    break
+            self.folder, self.lock = folder, FileLock(folder / ".lock")
+            self.lock.acquire(blocking=False)
+        except OSError as error:
+            refuse(f"{folder}: {'another run is at work there' if isinstance(error, Timeout) else error.strerror}")
+        if args.track:
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
+            try:
+                import wandb
 
+                wandb.init(name=folder.name, id=folder.name[-64:], resume="allow", **names, sync_tensorboard=True, save_code=True)
+            except Exception as error:  # such as a missing login
+                refuse(f"--track cannot start Weights & Biases: {error}")
+        self.writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume and trains else None)  # later logs go
+        rows = [f"|{key}|{value}|" for key, value in {"param": "value", "-": "-", **asdict(args)}.items()]
+        self.writer.add_text("hyperparameters", "\n".join(rows))
+        self.bar = tqdm(total=args.total_timesteps, initial=step, unit="step", dynamic_ncols=True, disable=not trains)
 
-def write_scalars(writer: SummaryWriter, scalars: dict[str, float], step: int) -> None:
-    """Log scalars by name. One that is not finite ends the run with a message and exit status 1."""
-    for name, value in scalars.items():
-        with suppress(OSError):  # a full disk ends the log, as the writer tells, but not the training
-            writer.add_scalar(name, value, step)
-        if not math.isfinite(value):
+    def count(self, step: int, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid: np.ndarray | int = 1) -> None:
+        """Add a `valid` step of each environment to its episode, which ends if `done`; numbers not finite end the run."""
+        for array in (rewards, *obs):
+            if not math.isfinite(np.vdot(array, array)):  # 0.4 us; np.isfinite(array).all() takes 1.6
+                for index, *_ in np.argwhere(~np.isfinite(array)):
+                    raise SystemExit(f"{Path(__file__).name}: error: environment {index} gave no finite number at step {step}")
+        self.returns += rewards
+        self.lengths += valid
+        if done.any():
+            self.episodes += [(step, float(self.returns[i]), int(self.lengths[i])) for i in np.flatnonzero(done)]
+            self.returns[done], self.lengths[done] = 0, 0
+
+    def log(self, step: int, metrics: dict[str, Tensor], **charts: float) -> None:
+        """Write new episodes, the means of metrics, and charts. A number that is not finite ends the run."""
+        values = torch.stack([metric.mean() for metric in metrics.values()]).tolist() if metrics else []  # sync: one for all
+        self.sps = (step - self.start[0]) / (time.perf_counter() - self.start[1])
+        scalars = [(f"losses/{name}", value, step) for name, value in zip(metrics, values, strict=True)]
+        scalars += [(f"charts/{name}", value, step) for name, value in {**charts, "SPS": self.sps}.items()]
+        for end, value, length in self.episodes[self.logged :]:
+            scalars += [("charts/episodic_return", value, end), ("charts/episodic_length", length, end)]
+        self.logged = len(self.episodes)
+        for name, value, at in scalars:
+            with suppress(OSError):  # a full disk ends the log, as the writer tells, but not the training
+                self.writer.add_scalar(name, value, at)
+            if not math.isfinite(value):
+                raise SystemExit(f"{Path(__file__).name}: error: {name} is {value} at step {at}")
+        recent = f", return {np.mean([value for _, value, _ in self.episodes[-10:]]):.1f}" if self.episodes else ""
+        self.bar.set_postfix_str(f"SPS {self.sps:.0f}{recent}", refresh=False)
+        try:
+            self.bar.update(step - self.bar.n)
+        except OSError:  # nobody reads it any more
+            self.bar.disable, sys.stderr = True, open(os.devnull, "w")
+            signal.raise_signal(signal.SIGTERM)
+
+    def close(self) -> None:
+        """End the logs."""
+        for log in (self.writer, self.bar):
             with suppress(OSError):
-                writer.close()
-            raise SystemExit(f"{Path(__file__).name}: error: {name} is {value} at step {step}")
+                log.close()
+        if self.args.track:
+            sys.modules["wandb"].finish()
+        self.lock.release()
+
+    def print_summary(self, **measured) -> None:
+        """Print the run summary, one line of JSON: arguments, what is given, and the returns of the last episodes."""
+        returns = [value for _, value, _ in self.episodes]
+        for name, values in {"episodic_return": returns[-100:], "episodic_return_10": returns[-10:]}.items():
+            measured[name] = float(np.mean(values)) if values else None
+        summary = asdict(self.args) | {"script": Path(__file__).stem, "sps": self.sps, "episodes": len(returns)} | measured
+        summary = json.loads(json.dumps(summary, default=str), parse_constant=lambda _: None)  # JSON has no infinity
+        try:
+            print(json.dumps(summary), flush=True)
+        except OSError:  # nobody reads it
+            sys.stdout = open(os.devnull, "w")
 
 
-def run_summary(args: Args, device: torch.device, episode_returns: list[float], **measured) -> str:
-    """The run summary as one line of JSON: what was `measured`, and what can be read off the arguments and the machine."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("torch", "tensordict", "gymnasium", "mujoco", "envpool"):
-        with suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
-    cpu = [line.partition(": ")[2] for line in cpuinfo if line.startswith("model name")] or [platform.processor()]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
-    git = ["git", "-C", Path(__file__).parent, "rev-parse", "--verify", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else None
-    peak_memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-    recent = {"episodic_return": episode_returns[-100:], "episodic_return_10": episode_returns[-10:]}
-    summary = {
-        "script": Path(__file__).stem,
-        **{name: getattr(args, name) for name in ("env_id", "seed", "num_envs")},
-        **measured,
-        "peak_memory_mb": round(peak_memory_mb, 1),
-        "peak_device_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20, 1) if gpu else None,
-        **{name: float(np.mean(values)) if values else None for name, values in recent.items()},
-        "episodes": len(episode_returns),
-        "argv": sys.argv[1:],
-        "versions": versions,
-        "device": device.type,
-        "hardware": {"cpu": cpu[0], "cores": cores, "gpu": gpu},
-        "git_commit": commit or None,
-    }
-    return json.dumps(summary)
-
-
-def stop_when_asked(asked: list[int], at_once: bool) -> None:
-    """Have Ctrl+C and SIGTERM note their number in the list, and interrupt: `at_once`, or else the second time."""
+def stop_when_asked(asked: list[int], first: str | None = None) -> None:
+    """Have Ctrl+C, SIGTERM and the end of the terminal noted, and the run interrupted; the second time at once."""
 
     def note(number: int, _) -> None:
         asked.append(number)
-        signal.signal(number, signal.default_int_handler)
-        if at_once:
+        if first is None or len(asked) > 1:
             raise KeyboardInterrupt
+        with suppress(OSError):
+            os.write(2, f"\nending after {first}; once more to end at once\n".encode())
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, note)
-
-
-def profiled(folder: Path, wait: int, steps: int, functions: dict[str, Callable]) -> list[Callable]:
-    """Wrap functions so that, after `wait` calls of "environment", a profile is taken over `steps` of them.
-
-    Writes folder/trace.json, for chrome://tracing, and prints where the time of a step went, on standard error.
-    """
-
-    def report(profiler: torch.profiler.profile) -> None:
-        profiler.export_chrome_trace(str(folder / "trace.json"))
-        # On CUDA, what ran there has an entry of the same name that took the CPU no time.
-        events = [event for event in profiler.key_averages() if event.cpu_time_total]
-        times = {event.key: event.cpu_time_total / steps for event in events}
-        rows = {name: times.get(name, 0.0) for name in functions}
-        waits = [time for key, time in times.items() if key.endswith("Synchronize") or key == "cudaMemcpyAsync"]
-        rows["waiting for the device"] = sum(waits)
-        rows["the rest"] = times["ProfilerStep*"] - sum(rows.values())
-        for name, each in rows.items():
-            print(f"{name:24}{each:10.1f} us a step{each / times['ProfilerStep*']:8.1%}, under the profiler", file=sys.stderr)
-
-    schedule = torch.profiler.schedule(wait=wait - 1, warmup=1, active=steps, repeat=1)
-    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=report)
-    named = {name: torch.profiler.record_function(name)(function) for name, function in functions.items()}
-
-    def environment(actions: np.ndarray) -> tuple:
-        result = named["environment"](actions)
-        profiler.step()
-        return result
-
-    profiler.start()
-    return [*(named | {"environment": environment}).values()]
+    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows has no SIGHUP
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, note)
 
 
 # ---- Checkpoint ------------------------------------------------------------------------------------------------------
-def identity(args: Args) -> dict[str, str | int]:
-    """What a checkpoint and the run that goes on with it have to agree on."""
+def identity(args: Args) -> dict:
+    """What a checkpoint is of: the version of its format, the algorithm, and the arguments as plain values."""
     algorithm = Path(__file__).stem.removesuffix("_torchcompile")
-    return {"format": 1, "algorithm": algorithm, **{name: getattr(args, name) for name in ("env_id", "num_envs", "seed")}}
+    return {"format": 2, "algorithm": algorithm, **json.loads(json.dumps(asdict(args), default=str))}
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, by step."""
-    return sorted((path for path in folder.glob("*.pt") if path.stem.isdecimal()), key=lambda path: int(path.stem))
+def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[str, Tensor]) -> None:
+    """Write <run>/<step>.pt if one is due, whole or not at all; `progress` begins with the step, `last` ends the run.
 
-
-def save_checkpoint(args: Args, folder: Path, writer: SummaryWriter, progress: list, tensors: dict[str, Tensor]) -> None:
-    """Write folder/<step>.pt, whole or not at all, `progress` beginning with the step; keep the one before, too.
-
-    What is logged so far is written out first, so that curves have no gap. Only warns where the disk is full.
+    Only the one before it is kept of those that the run is beyond. A full disk is warned of. A number not finite ends the run.
     """
-    path, new = folder / f"{progress[0]}.pt", folder / "checkpoint.new"
+    args, step, previous = logger.args, progress[0], logger.saved_step
+    if not (last and (args.save_model or args.checkpoint_every)) and step - previous < (args.checkpoint_every or math.inf):
+        return
+    # Through NumPy, because a slice of a tensor would be saved with all that it is a slice of.
+    state = {name: torch.from_numpy(tensor.detach().cpu().numpy()) for name, tensor in tensors.items()}  # sync
+    for name, tensor in state.items():
+        if not tensor.isfinite().all():
+            raise SystemExit(f"{Path(__file__).name}: error: {name} is not finite at step {step}")
+    path, new, logger.saved_step = logger.folder / f"{step}.pt", logger.folder / "checkpoint.new", step
     try:
         with suppress(OSError):
-            writer.flush()
-        rng = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
-        # Through NumPy, because a slice of a tensor would be saved with all that it is a slice of.
-        state = {name: torch.from_numpy(tensor.detach().cpu().numpy()) for name, tensor in tensors.items()}  # sync
-        torch.save(identity(args) | {"progress": progress, "rng": rng, "state": state}, new)
+            logger.writer.flush()  # so that curves have no gap
+        torch.save({"identity": identity(args), "progress": progress, "state": state}, new)
         new.replace(path)
-        for older in checkpoints(folder)[:-2]:
-            older.unlink()
+        for other in logger.folder.glob("*.pt"):
+            if other.stem.isdecimal() and previous != int(other.stem) < step:
+                other.unlink()
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             new.unlink(missing_ok=True)
         print(f"{Path(__file__).name}: warning: no checkpoint {path}: {error}".splitlines()[0], file=sys.stderr)
 
 
-def load_checkpoint(path: Path, args: Args) -> dict:
-    """Read a checkpoint, of a folder the newest; nothing in it is executed. Exits with status 2 where it does not fit."""
-    flag = "--resume" if args.resume else "--evaluate"
-    newest = (checkpoints(path) or [path])[-1]
+def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
+    """Read the checkpoint to resume or evaluate, executing nothing; tells arguments that differ, and which are `ignored`."""
+    flag, path = ("--resume", args.resume) if args.resume else ("--evaluate", args.evaluate)
+    newest = max((file for file in path.glob("*.pt") if file.stem.isdecimal()), key=lambda file: int(file.stem), default=path)
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action="ignore"):  # of what is no checkpoint
             checkpoint = torch.load(newest, map_location="cpu", weights_only=True)
-        for name, wanted in identity(args).items():
-            if checkpoint[name] != wanted and (args.resume or name not in ("num_envs", "seed")):
-                refuse(f"{flag} takes a checkpoint of {name} {wanted}, {newest} has {checkpoint[name]}")
-        return {"folder": newest.resolve().parent, **{name: checkpoint[name] for name in ("progress", "rng", "state")}}
+        old, now = checkpoint.pop("identity"), identity(args)
+        for name in ("format", "algorithm", "env_id", *(["num_envs", "seed"] if args.resume else [])):
+            if old[name] != now[name]:
+                refuse(f"{flag} takes a checkpoint of {name} {now[name]}, {newest} has {old[name]}")
+        for name in now if args.resume else ():
+            if name not in ("resume", "evaluate") and old.get(name, now[name]) != now[name]:
+                effect = "is ignored" if name in ignored else "from here on"
+                print(f"--{name.replace('_', '-')} {now[name]} {effect}, it was {old[name]}", file=sys.stderr)
+        return {"folder": newest.resolve().parent, "progress": checkpoint["progress"], "state": checkpoint["state"]}
     except Exception as error:
         refuse(f"{flag} takes a checkpoint, {newest} is none: {type(error).__name__}")
 
 
-def restore(tensors: dict[str, Tensor], checkpoint: dict) -> None:
-    """Move a checkpoint's tensors into those of the same names. Exits with status 2 where they have other names or shapes."""
-    state = checkpoint.pop("state")
+def restore(tensors: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+    """Move the tensors of a checkpoint into those of the same names. Exits with status 2 where names or shapes differ."""
     for name in sorted(tensors.keys() | state.keys() - {"buffer"}):
         shapes = [tuple(those[name].shape) if name in those else None for those in (tensors, state)]
         if shapes[0] != shapes[1]:
             refuse(f"--resume and --evaluate take a checkpoint with {name} of shape {shapes[0]}, this one has {shapes[1]}")
         tensors[name].detach().copy_(state[name])
-    torch.set_rng_state(checkpoint["rng"][0])
-    if torch.cuda.is_initialized() and len(checkpoint["rng"]) > 1:
-        torch.cuda.set_rng_state(checkpoint["rng"][1])
 
 
-def evaluate(envs: gym.vector.VectorEnv, policy: Callable, seeds: list) -> Iterator[float]:
-    """Play a whole episode a seed with a policy from observations to actions; yields their returns."""
-    for seed in seeds:
-        obs, done, episode_return = envs.reset(seed=seed)[0], False, 0.0
+def evaluate(args: Args, folder: Path, policy: Callable) -> Iterator[float]:
+    """Play whole games with a policy from observations to actions, and film them; yields their returns."""
+    envs = make_envs(replace(args, num_envs=1), learning=False)
+    if args.capture_video:
+        film(envs, folder / "evaluation" / "videos")
+    for _ in tqdm(range(args.eval_episodes or 10), desc="evaluation", unit="episode", dynamic_ncols=True):
+        obs, done, episode_return = envs.reset()[0], False, 0.0
         while not done:
             obs, rewards, terminated, truncated, _ = envs.step(policy(obs))
             episode_return += float(rewards[0])
@@ -492,18 +469,13 @@ if __name__ == "__main__":
     torch.backends.cudnn.allow_tf32 = args.tf32  # on by default, for convolutions
     torch.manual_seed(args.seed)
 
-    source = args.resume or args.evaluate
-    checkpoint = load_checkpoint(source, args) if source else {}
-    folder = Path("runs", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
-    folder = checkpoint["folder"] if args.resume else folder
+    checkpoint = load_checkpoint(args, ignored=("exp_name",)) if args.resume or args.evaluate else {}
     global_step, updates, episodes = checkpoint["progress"] if args.resume else (0, 0, [])
-    logged_episodes, first_step, saved_step = len(episodes), global_step, global_step
-    videos = folder / "videos" / (f"from_step_{global_step}" if args.resume else "")
     envs = make_envs(args, global_step)
     num_actions = int(envs.action_space.n)
 
     num_envs, num_steps, batch_size = args.num_envs, args.num_steps, args.num_envs * args.num_steps
-    minibatch_size = batch_size // args.num_minibatches
+    minibatch_size = max(batch_size // args.num_minibatches, 1)
     # A row is a step of one game; one more step has the observation that a rollout ends with. Channels come last: so
     # convolutions take 0.65 times as long on the CPU, and gathering a minibatch keeps the order.
     rollout_obs = torch.zeros(num_steps + 1, num_envs, 84, 84, 4, dtype=torch.uint8, device=device)
@@ -515,6 +487,7 @@ if __name__ == "__main__":
 
     agent = Agent(num_actions, device)
     optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    tensors = adam_tensors("agent", dict(agent.named_parameters()), optimizer)
     losses: dict[str, Tensor] = {}
 
     gamma, gae_lambda, norm_adv, clip_coef = args.gamma, args.gae_lambda, args.norm_adv, args.clip_coef
@@ -528,10 +501,6 @@ if __name__ == "__main__":
             log_prob, _ = categorical_log_prob(actions, logits)
             return torch.stack([actions.float(), log_prob, values], dim=1)
 
-    def record(**latest: Tensor) -> None:
-        """Keep the latest losses for the log."""
-        losses.update({name: loss.detach() for name, loss in latest.items()})
-
     def prepare() -> None:
         """Turn the rollout into the batch to learn from: advantages and returns."""
         with torch.no_grad():
@@ -542,7 +511,7 @@ if __name__ == "__main__":
             columns = [actions[:-1], log_prob[:-1], advantages, returns, values[:-1], valid[:-1]]
             batch.copy_(torch.stack(columns, dim=2).view(batch_size, -1))
 
-            record(explained_variance=explained_variance(values[:-1], returns, valid[:-1]))
+            losses["explained_variance"] = explained_variance(values[:-1], returns, valid[:-1])
 
     def objective(network: Callable, indices: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss on the rows `indices` of the batch, (minibatch_size,), and what is logged of it."""
@@ -568,7 +537,7 @@ if __name__ == "__main__":
         loss.backward()
         nn.utils.clip_grad_norm_(agent.parameters(), max_grad_norm)
         optimizer.step()
-        record(**latest)
+        losses.update({name: loss.detach() for name, loss in latest.items()})
 
     def best_actions(obs: np.ndarray) -> np.ndarray:
         """The likeliest actions at obs (1, 4, 84, 84)."""
@@ -576,40 +545,24 @@ if __name__ == "__main__":
             logits, _ = agent(torch.from_numpy(obs).to(device).permute(0, 2, 3, 1).contiguous())
             return logits.argmax(dim=1).int().cpu().numpy()
 
-    tensors = adam_tensors("agent", dict(agent.named_parameters()), optimizer)
-
     if checkpoint:
-        restore(tensors, checkpoint)
-    writer = make_writer(args, folder, global_step)
+        restore(tensors, checkpoint.pop("state"))
+    last = global_step + batch_size > args.total_timesteps or args.evaluate is not None
+    logger = Logger(args, checkpoint["folder"] if args.resume else None, global_step, episodes, trains=not last)
+    if args.capture_video and not last:
+        film(envs, logger.folder / "videos" / (f"from_step_{global_step}" if args.resume else ""))
     rollout_obs[-1].copy_(torch.from_numpy(envs.reset()[0]).permute(0, 2, 3, 1))
     rollout_valid[-1] = 1
     valid = np.ones(num_envs, dtype=bool)
-    episode_return, episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
-    frames: list[np.ndarray] = []
-    games = 0
-    if args.capture_video:
-        from gymnasium.utils.save_video import capped_cubic_video_schedule, save_video
-    sps, startup_seconds = None, None
-    total_timesteps, save_last = args.total_timesteps, args.save_model or args.checkpoint_every is not None
-    last = global_step + batch_size > total_timesteps or args.evaluate is not None
 
-    stopping: list[int] = []
-    eval_returns: list[float] = []
-    with (
-        suppress(KeyboardInterrupt),
-        tqdm(total=args.total_timesteps, initial=global_step, unit="step", dynamic_ncols=True) as bar,
-    ):
-        stop_when_asked(stopping, at_once=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize()  # sync, once: SPS counts from here
-        if args.profile:
-            functions = {"policy": act, "prepare": prepare, "update": update, "environment": envs.step}
-            act, prepare, update, envs.step = profiled(args.profile, num_steps, num_steps, functions)
-        stop_when_asked(stopping, at_once=False)  # from here on between two steps
+    stopping, eval_returns, startup_seconds = [], [], None
+    with closing(logger), suppress(KeyboardInterrupt):
+        stop_when_asked(stopping, first="this rollout and what is learnt from it")
+        torch.manual_seed(int(np.random.SeedSequence([args.seed, global_step]).generate_state(1)[0]))
         startup_seconds = time.perf_counter() - start_time
-        sps_time = time.perf_counter()
+        logger.start = global_step, time.perf_counter()
         while not last:
-            learning_rate = args.learning_rate * (1 - global_step / total_timesteps if args.anneal_lr else 1)
+            learning_rate = args.learning_rate * (1 - global_step / args.total_timesteps if args.anneal_lr else 1)
             optimizer.param_groups[0]["lr"] = learning_rate
             rollout_obs[0].copy_(rollout_obs[-1])
             rollout_valid[0] = rollout_valid[-1]
@@ -621,22 +574,10 @@ if __name__ == "__main__":
 
                 rollout_rewards[step], rollout_terminated[step] = rewards, terminated
                 global_step += int(valid.sum())
-                episode_return += infos["reward"]
-                episode_length += valid
-                over = (infos["terminated"] > 0) | truncated
-                if over.any():
-                    episodes += [(global_step, float(episode_return[i]), int(episode_length[i])) for i in np.flatnonzero(over)]
-                    episode_return[over], episode_length[over] = 0, 0
+                logger.count(global_step, infos["reward"], (infos["terminated"] > 0) | truncated, valid=valid)
                 # The next step of a game that is over or lost a life only goes on, and ignores the action.
                 valid = ~(terminated | truncated)
                 rollout_valid[step + 1] = valid
-                if args.capture_video:
-                    if capped_cubic_video_schedule(games):
-                        frames.append(envs.render(env_ids=[0])[0])
-                    if over[0]:
-                        save_video(frames, str(videos), fps=15, episode_index=games)
-                        frames, games = [], games + 1
-
             buffer.copy_(rollout)
             prepare()
             for _ in range(args.update_epochs):
@@ -646,45 +587,19 @@ if __name__ == "__main__":
                 if args.target_kl is not None and losses["approx_kl"] > args.target_kl:  # sync, once an epoch
                     break
 
-            for step, value, length in episodes[logged_episodes:]:
-                write_scalars(writer, {"charts/episodic_return": value, "charts/episodic_length": length}, step)
-            logged_episodes = len(episodes)
-            values = torch.stack(list(losses.values())).tolist()  # sync: one for all losses
-            scalars = {f"losses/{name}": value for name, value in zip(losses, values, strict=True)}
-            sps = (global_step - first_step) / (time.perf_counter() - sps_time)
-            write_scalars(writer, scalars | {"charts/SPS": sps, "charts/learning_rate": learning_rate}, global_step)
-            recent = f", return {np.mean([value for _, value, _ in episodes[-10:]]):.1f}" if episodes else ""
-            bar.set_postfix_str(f"SPS {sps:.0f}{recent}", refresh=False)
-            bar.update(global_step - bar.n)
-            last = bool(stopping) or global_step + batch_size > total_timesteps
-            if global_step - saved_step >= (args.checkpoint_every or math.inf) or (last and save_last):
-                saved_step = global_step
-                save_checkpoint(args, folder, writer, [global_step, updates, episodes], tensors)
+            logger.log(global_step, losses, learning_rate=learning_rate)
+            last = bool(stopping) or global_step + batch_size > args.total_timesteps
+            save_checkpoint(logger, last, [global_step, updates, episodes], tensors)
 
         if args.evaluate or (args.eval_episodes and not stopping):
-            stop_when_asked(stopping, at_once=True)
-            eval_envs = make_envs(replace(args, num_envs=1), 0, learning=False)
-            if args.capture_video:
-                step, shots = eval_envs.step, []
-
-                def recorded_step(actions: np.ndarray) -> tuple:
-                    if len(shots) < 3000:  # 300 MB; an agent that waits goes on for 27,000
-                        shots.append(eval_envs.render(env_ids=[0])[0])
-                    return step(actions)
-
-                eval_envs.step = recorded_step
-            eval_returns.extend(evaluate(eval_envs, best_actions, [None] * (args.eval_episodes or 10)))
-            if args.capture_video:
-                save_video(shots, str(folder / "evaluation" / "videos"), fps=15)
-    stop_when_asked(stopping, at_once=False)
+            logger.bar.close()
+            stop_when_asked(stopping)
+            eval_returns.extend(evaluate(args, logger.folder, best_actions))
+    stop_when_asked(stopping, first="the end of the logs")
     envs.close()
-    with suppress(OSError):
-        writer.close()
-    if args.track:
-        sys.modules["wandb"].finish()  # before the summary, which has to be the last line
-    measured = {"total_timesteps": global_step, "updates": updates, "sps": sps, "eval_returns": eval_returns}
-    measured |= {"compile": False, "cudagraphs": False}
+    measured = {"total_timesteps": global_step, "updates": updates, "device": device.type, "eval_returns": eval_returns}
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}
-    print(run_summary(args, device, [value for _, value, _ in episodes], **measured))
+    measured["peak_device_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else None
+    logger.print_summary(**measured, compile=False, cudagraphs=False)
     if stopping:
         sys.exit(128 + stopping[0])

@@ -2,7 +2,7 @@
 # requires-python = ">=3.11,<3.14"
 # dependencies = [
 #     "torch>=2.11,<2.14", "tensordict>=0.15.3,<0.16", "gymnasium[mujoco]>=1.4,<1.5", "mujoco>=3.6,<4", "numpy>=2,<3",
-#     "tyro>=1,<2", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "psutil>=6", "moviepy>=2,<3",
+#     "tyro>=1,<2", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "psutil>=6", "moviepy>=2,<3", "filelock>=3.15",
 # ]
 # ///
 """Soft Actor-Critic for continuous actions: the eager script.
@@ -23,20 +23,17 @@ Deviations from the paper; the first three are CleanRL's:
 import json
 import math
 import os
-import platform
-import resource
-import shutil
+import re
 import signal
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 import gymnasium as gym
 import mujoco
@@ -45,6 +42,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 import tyro
+from filelock import FileLock, Timeout
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter
@@ -54,136 +52,88 @@ from tqdm import tqdm
 # ---- Arguments -------------------------------------------------------------------------------------------------------
 @dataclass
 class Args:
-    exp_name: str = Path(__file__).stem
-    """the name of this experiment"""
-    seed: int = 1
-    """seed of the experiment"""
-    cuda: bool = True
-    """use a CUDA device if there is one"""
-    tf32: bool = False
-    """let float32 matrix products on CUDA use TF32 (faster, about three decimal digits)"""
-    track: bool = False
-    """also send the logs to Weights & Biases"""
-    wandb_project_name: str = "leanrl"
-    """the project of the Weights & Biases run"""
-    wandb_entity: str | None = None
-    """the entity (team) of the Weights & Biases run"""
-    capture_video: bool = False
-    """record videos of the first environment under runs/<run>/videos"""
-    save_model: bool = False
-    """write a checkpoint at the end"""
-    checkpoint_every: int | None = None
-    """agent steps between two checkpoints, of which the newest two are kept"""
-    resume: Path | None = None
-    """go on with the run of this checkpoint; of a folder, its newest"""
-    evaluate: Path | None = None
-    """do not train, evaluate this checkpoint; of a folder, its newest"""
-    eval_episodes: int | None = None
-    """evaluate the agent at the end, over so many episodes; 10 with --evaluate"""
-    profile: Path | None = None
-    """a folder for a profile of some steps after warm-up, a trace and a table"""
-    log_every: int = 100
-    """agent steps between two log entries"""
+    exp_name: str = Path(__file__).stem  # the name of this experiment
+    seed: int = 1  # seed of the experiment
+    cuda: bool = True  # use a CUDA device if there is one
+    tf32: bool = False  # let float32 matrix products on CUDA use TF32 (faster, about three decimal digits)
+    track: bool = False  # also send the logs to Weights & Biases
+    wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
+    wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
+    capture_video: bool = False  # record videos of the first environment under runs/<run>/videos
+    save_model: bool = False  # write a checkpoint at the end
+    checkpoint_every: int | None = None  # agent steps between two checkpoints, of which the newest two are kept
+    resume: Path | None = None  # go on with the run of this checkpoint; of a folder, its newest
+    evaluate: Path | None = None  # do not train, evaluate this checkpoint; of a folder, its newest
+    eval_episodes: int | None = None  # evaluate the agent at the end, over so many episodes; 10 with --evaluate
+    log_every: int = 100  # agent steps between two log entries
 
-    env_id: str = "HalfCheetah-v4"
-    """the id of the environment: any with Box observations and bounded Box actions"""
-    total_timesteps: int = 1_000_000
-    """agent steps in all, over all environments"""
-    num_envs: int = 1
-    """the number of parallel environments"""
-    buffer_size: int = 1_000_000
-    """transitions that the replay buffer holds, over all environments"""
-    gamma: float = 0.99
-    """the discount factor"""
-    tau: float = 0.005
-    """the step of the target networks towards the networks at each of their updates"""
-    batch_size: int = 256
-    """the number of transitions in a gradient step"""
-    learning_starts: int = 5_000
-    """agent steps with random actions before the first gradient step"""
-    updates_per_step: float = 1.0
-    """gradient steps per agent step, whatever the number of environments"""
-    policy_lr: float = 3e-4
-    """the learning rate of the actor"""
-    q_lr: float = 1e-3
-    """the learning rate of the critics and of the entropy coefficient"""
-    policy_frequency: int = 2
-    """gradient steps from one update of the actor to the next (each makes up for those left out)"""
-    target_network_frequency: int = 1
-    """gradient steps from one update of the target networks to the next"""
-    alpha: float = 0.2
-    """the entropy coefficient under --no-autotune"""
-    autotune: bool = True
-    """learn the entropy coefficient"""
-
-
-def refuse(message: str) -> None:
-    """Tell a bad argument in one line on standard error and leave with exit status 2."""
-    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    env_id: str = "HalfCheetah-v4"  # the id of the environment: any with Box observations and bounded Box actions
+    total_timesteps: int = 1_000_000  # agent steps in all, over all environments
+    num_envs: int = 1  # the number of parallel environments
+    buffer_size: int = 1_000_000  # transitions that the replay buffer holds, over all environments
+    gamma: float = 0.99  # the discount factor
+    tau: float = 0.005  # the step of the target networks towards the networks at each of their updates
+    batch_size: int = 256  # the number of transitions in a gradient step
+    learning_starts: int = 5_000  # agent steps with random actions before the first gradient step
+    updates_per_step: float = 1.0  # gradient steps per agent step, whatever the number of environments
+    policy_lr: float = 3e-4  # the learning rate of the actor
+    q_lr: float = 1e-3  # the learning rate of the critics and of the entropy coefficient
+    policy_frequency: int = 2  # gradient steps from one update of the actor to the next (each makes up for those left out)
+    target_network_frequency: int = 1  # gradient steps from one update of the target networks to the next
+    alpha: float = 0.2  # the entropy coefficient under --no-autotune
+    autotune: bool = True  # learn the entropy coefficient
 
 
 def check_args(args: Args) -> None:
-    """Refuse argument values that cannot work, before anything is started."""
-    at_least_1 = ("log_every", "checkpoint_every", "eval_episodes", "num_envs", "batch_size")
-    at_least_1 += ("policy_frequency", "target_network_frequency")
+    """Refuse values that cannot work, before anything is started."""
     ranges = {
         "seed": (0, 2**63 - 1),
-        **dict.fromkeys(at_least_1, (1, math.inf)),
-        "total_timesteps": (args.learning_starts + 60 * args.num_envs if args.profile else 1, math.inf),
-        "buffer_size": (max(args.batch_size, args.num_envs), math.inf),
-        "learning_starts": (0, args.total_timesteps - 1),
+        **dict.fromkeys(("log_every", "checkpoint_every", "eval_episodes", "total_timesteps", "num_envs"), (1, math.inf)),
+        **dict.fromkeys(("batch_size", "policy_frequency", "target_network_frequency"), (1, math.inf)),
+        "learning_starts": (0, math.inf if args.evaluate else args.total_timesteps - 1),
+        "buffer_size": (0 if args.evaluate else max(args.batch_size, args.num_envs), math.inf),
+        **dict.fromkeys(("updates_per_step", "policy_lr", "q_lr", "alpha"), (0, math.inf)),
         **dict.fromkeys(("gamma", "tau"), (0, 1)),
-        "updates_per_step": (0, math.inf),
-        **dict.fromkeys(("policy_lr", "q_lr", "alpha"), (0, math.inf)),
     }
     for name, (low, high) in ranges.items():
         value = getattr(args, name)
         if value is not None and (not low <= value <= high or value == math.inf):
             refuse(f"--{name.replace('_', '-')} takes a number from {low} to {high}, got {value}")
-    try:
-        (args.profile or Path()).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse(f"--profile takes a folder that can be written to, got {args.profile}: {error.strerror}")
     if args.resume and args.evaluate:
         refuse("--resume and --evaluate exclude each other")
 
 
+def refuse(message: str) -> NoReturn:
+    """Tell what is wrong with the arguments in one line on standard error and leave with exit status 2."""
+    print(f"{Path(__file__).name}: error: {' '.join(message.split())[:1000]}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 # ---- Environment -----------------------------------------------------------------------------------------------------
-def make_envs(args: Args, videos: Path | None, autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP) -> SyncVectorEnv:
-    """Build the environments, stepped in turn, each reset in the step that ends its episode; the first may record `videos`.
-
-    Exits with status 2 where the environment is unknown or has other than Box observations and bounded Box actions.
-    """
-
-    def make_env(index: int) -> gym.Env:
-        video = args.capture_video and videos is not None and index == 0
-        try:
-            env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video else {}))
-        except (gym.error.Error, ImportError) as error:
-            reason = str(error).strip().splitlines()[0]
-            refuse(f"--env-id takes an environment that Gymnasium can make, got {args.env_id}: {reason}")
-        if not isinstance(env.observation_space, gym.spaces.Box):
-            refuse(f"--env-id takes an environment with Box observations, {args.env_id} has {env.observation_space}")
-        if not (isinstance(env.action_space, gym.spaces.Box) and env.action_space.is_bounded()):
-            refuse(f"--env-id takes an environment with bounded Box actions, {args.env_id} has {env.action_space}")
-        if video and (renderer := getattr(env.unwrapped, "mujoco_renderer", None)):
-            # Gymnasium 1.4 looks at where an episode began, and a HalfCheetah runs out of sight. -1: no such camera.
-            renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
-        return gym.wrappers.RecordVideo(env, str(videos), disable_logger=True) if video else env
-
+def make_env(args: Args, film: bool = False) -> gym.Env:
+    """Build an environment, to be filmed or not; exits with status 2 where that fails or its spaces do not fit."""
     warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature's figures are those of -v4
-    env_fns = [partial(make_env, index) for index in range(args.num_envs)]
-    # copy=False: an observation is copied once, into the row that goes to the replay buffer.
-    return SyncVectorEnv(env_fns, copy=False, autoreset_mode=autoreset_mode)
+    try:
+        env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if film else {}))
+        if film:
+            if renderer := getattr(env.unwrapped, "mujoco_renderer", None):
+                # Gymnasium 1.4 looks at where an episode began, and a HalfCheetah runs out of sight. -1: no such camera.
+                renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
+            env.reset()
+            env.render()
+    except Exception as error:  # an environment may raise anything
+        refuse(f"--env-id{' --capture-video' if film else ''}: cannot make {args.env_id}: {type(error).__name__}: {error}")
+    seen, acts = env.observation_space, env.action_space
+    real = isinstance(acts, gym.spaces.Box) and np.issubdtype(acts.dtype, np.floating)
+    if not (isinstance(seen, gym.spaces.Box) and real and acts.is_bounded() and (acts.low < acts.high).all()):
+        refuse(f"--env-id takes Box observations and bounded Box actions of real numbers, {args.env_id} has {seen} and {acts}")
+    # An environment may return its own state, which its reset in the same step would overwrite.
+    return gym.wrappers.TransformObservation(env, np.copy, seen)
 
 
 # ---- Networks --------------------------------------------------------------------------------------------------------
 class EnsembleLinear(nn.Module):
-    """`members` linear layers side by side, evaluated by one batched matrix product; initialised like `nn.Linear`.
-
-    Maps (members, batch, in_features) to (members, batch, out_features).
-    """
+    """`nn.Linear` `members` times, as one batched product: (members, batch, in_features) to (members, batch, out_features)."""
 
     def __init__(self, members: int, in_features: int, out_features: int, device: torch.device):
         super().__init__()
@@ -235,10 +185,8 @@ class Actor(nn.Module):
 def sample_batch(buffer: Tensor, size: Tensor, batch_size: int, obs_dim: int, action_dim: int) -> tuple[Tensor, ...]:
     """Draw transitions uniformly, with replacement, from the first `size` rows of the replay buffer.
 
-    A row is a whole transition (obs, action, reward, terminated, next_obs): one gather fetches it. `size` is a 0-dim
-    integer tensor on the buffer's device, because a captured graph would not see a Python number grow.
-    Returns obs (batch, obs_dim), actions (batch, action_dim), rewards (batch,), terminated (batch,) as 0.0 or 1.0, and
-    next_obs (batch, obs_dim).
+    A row is a whole transition, which one gather fetches. `size` is a tensor: a captured graph would not see a number grow.
+    Returns obs (batch, obs_dim), actions (batch, action_dim), rewards, terminated (batch,), of 0.0 and 1.0, and next_obs.
     """
     indices = torch.randint(2**62, (batch_size,), device=buffer.device) % size
     rows = buffer.index_select(0, indices)
@@ -285,199 +233,193 @@ def alpha_loss(log_alpha: Tensor, log_prob: Tensor, target_entropy: float) -> Te
 
 def adam_tensors(name: str, params: dict[str, Tensor], optimizer: optim.Adam) -> dict[str, Tensor]:
     """Zero moments and step counts of Adam for named parameters, made ahead; returns all by names that checkpoints know."""
-    tensors = {}
-    for key, param in params.items():
+    for param in params.values():
         moments = {kind: torch.zeros_like(param) for kind in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[param] = kept = moments | {"step": torch.zeros((), device=param.device)}
-        tensors |= {f"{name}.{kind}.{key}": tensor for kind, tensor in {"params": param, **kept}.items()}
-    return tensors
+        optimizer.state[param] = moments | {"step": torch.zeros((), device=param.device)}
+    states = {key: {"params": param, **optimizer.state[param]} for key, param in params.items()}
+    return {f"{name}.{kind}.{key}": tensor for key, state in states.items() for kind, tensor in state.items()}
 
 
 # ---- Logging ---------------------------------------------------------------------------------------------------------
-def make_writer(args: Args, folder: Path, step: int) -> SummaryWriter:
-    """Open the TensorBoard log in a run's folder to go on after `step`, mirrored to Weights & Biases under --track."""
-    if args.track:
-        import wandb
+class Logger:
+    """A run's folder with its TensorBoard log, under --track also on Weights & Biases; episodes; progress bar; run summary."""
 
-        run_id = "".join(c if c.isalnum() else "_" for c in folder.name)[-64:]
-        options = {
-            "project": args.wandb_project_name,
-            "entity": args.wandb_entity,
-            "name": folder.name,
-            "config": asdict(args),
-        }
-        wandb.init(id=run_id, resume="allow", sync_tensorboard=True, save_code=True, **options)
-    try:
-        # What an interrupted run logged and saved beyond the checkpoint that it goes on from does not count.
-        writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume else None)
-        for path in checkpoints(folder) if args.resume else ():
-            if int(path.stem) > step:
-                path.unlink()
-    except OSError as error:
-        refuse(f"{folder} cannot be written to: {error.strerror}")
-    rows = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-    return writer
+    def __init__(self, args: Args, folder: Path | None, step: int, episodes: list, trains: bool):
+        self.args, self.episodes, self.logged, self.saved_step, self.sps = args, episodes, len(episodes), step, None
+        self.returns, self.lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=np.int64)
+        name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
+        try:
+            for number in range(1, 10**9) if folder is None else ():
+                with suppress(FileExistsError):  # of a run that started in the same second
+                    folder = Path("runs", name if number == 1 else f"{name}_{number}")
+                    folder.mkdir(parents=True)
+                    break
+            self.folder, self.lock = folder, FileLock(folder / ".lock")
+            self.lock.acquire(blocking=False)
+        except OSError as error:
+            refuse(f"{folder}: {'another run is at work there' if isinstance(error, Timeout) else error.strerror}")
+        if args.track:
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
+            try:
+                import wandb
 
+                wandb.init(name=folder.name, id=folder.name[-64:], resume="allow", **names, sync_tensorboard=True, save_code=True)
+            except Exception as error:  # such as a missing login
+                refuse(f"--track cannot start Weights & Biases: {error}")
+        self.writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume and trains else None)  # later logs go
+        rows = [f"|{key}|{value}|" for key, value in {"param": "value", "-": "-", **asdict(args)}.items()]
+        self.writer.add_text("hyperparameters", "\n".join(rows))
+        self.bar = tqdm(total=args.total_timesteps, initial=step, unit="step", dynamic_ncols=True, disable=not trains)
 
-def write_scalars(writer: SummaryWriter, scalars: dict[str, float], step: int) -> None:
-    """Log scalars by name. One that is not finite ends the run with a message and exit status 1."""
-    for name, value in scalars.items():
-        with suppress(OSError):  # a full disk ends the log, as the writer tells, but not the training
-            writer.add_scalar(name, value, step)
-        if not math.isfinite(value):
+    def count(self, step: int, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid: np.ndarray | int = 1) -> None:
+        """Add a `valid` step of each environment to its episode, which ends if `done`; numbers not finite end the run."""
+        for array in (rewards, *obs):
+            if not math.isfinite(np.vdot(array, array)):  # 0.4 us; np.isfinite(array).all() takes 1.6
+                for index, *_ in np.argwhere(~np.isfinite(array)):
+                    raise SystemExit(f"{Path(__file__).name}: error: environment {index} gave no finite number at step {step}")
+        self.returns += rewards
+        self.lengths += valid
+        if done.any():
+            self.episodes += [(step, float(self.returns[i]), int(self.lengths[i])) for i in np.flatnonzero(done)]
+            self.returns[done], self.lengths[done] = 0, 0
+
+    def log(self, step: int, metrics: dict[str, Tensor], **charts: float) -> None:
+        """Write new episodes, the means of metrics, and charts. A number that is not finite ends the run."""
+        values = torch.stack([metric.mean() for metric in metrics.values()]).tolist() if metrics else []  # sync: one for all
+        self.sps = (step - self.start[0]) / (time.perf_counter() - self.start[1])
+        scalars = [(f"losses/{name}", value, step) for name, value in zip(metrics, values, strict=True)]
+        scalars += [(f"charts/{name}", value, step) for name, value in {**charts, "SPS": self.sps}.items()]
+        for end, value, length in self.episodes[self.logged :]:
+            scalars += [("charts/episodic_return", value, end), ("charts/episodic_length", length, end)]
+        self.logged = len(self.episodes)
+        for name, value, at in scalars:
+            with suppress(OSError):  # a full disk ends the log, as the writer tells, but not the training
+                self.writer.add_scalar(name, value, at)
+            if not math.isfinite(value):
+                raise SystemExit(f"{Path(__file__).name}: error: {name} is {value} at step {at}")
+        recent = f", return {np.mean([value for _, value, _ in self.episodes[-10:]]):.1f}" if self.episodes else ""
+        self.bar.set_postfix_str(f"SPS {self.sps:.0f}{recent}", refresh=False)
+        try:
+            self.bar.update(step - self.bar.n)
+        except OSError:  # nobody reads it any more
+            self.bar.disable, sys.stderr = True, open(os.devnull, "w")
+            signal.raise_signal(signal.SIGTERM)
+
+    def close(self) -> None:
+        """End the logs."""
+        for log in (self.writer, self.bar):
             with suppress(OSError):
-                writer.close()
-            raise SystemExit(f"{Path(__file__).name}: error: {name} is {value} at step {step}")
+                log.close()
+        if self.args.track:
+            sys.modules["wandb"].finish()
+        self.lock.release()
+
+    def print_summary(self, **measured) -> None:
+        """Print the run summary, one line of JSON: arguments, what is given, and the returns of the last episodes."""
+        returns = [value for _, value, _ in self.episodes]
+        for name, values in {"episodic_return": returns[-100:], "episodic_return_10": returns[-10:]}.items():
+            measured[name] = float(np.mean(values)) if values else None
+        summary = asdict(self.args) | {"script": Path(__file__).stem, "sps": self.sps, "episodes": len(returns)} | measured
+        summary = json.loads(json.dumps(summary, default=str), parse_constant=lambda _: None)  # JSON has no infinity
+        try:
+            print(json.dumps(summary), flush=True)
+        except OSError:  # nobody reads it
+            sys.stdout = open(os.devnull, "w")
 
 
-def run_summary(args: Args, device: torch.device, episode_returns: list[float], **measured) -> str:
-    """The run summary as one line of JSON: what was `measured`, and what can be read off the arguments and the machine."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("torch", "tensordict", "gymnasium", "mujoco", "envpool"):
-        with suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
-    cpu = [line.partition(": ")[2] for line in cpuinfo if line.startswith("model name")] or [platform.processor()]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
-    git = ["git", "-C", Path(__file__).parent, "rev-parse", "--verify", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else None
-    peak_memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-    recent = {"episodic_return": episode_returns[-100:], "episodic_return_10": episode_returns[-10:]}
-    summary = {
-        "script": Path(__file__).stem,
-        **{name: getattr(args, name) for name in ("env_id", "seed", "num_envs")},
-        **measured,
-        "peak_memory_mb": round(peak_memory_mb, 1),
-        "peak_device_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20, 1) if gpu else None,
-        **{name: float(np.mean(values)) if values else None for name, values in recent.items()},
-        "episodes": len(episode_returns),
-        "argv": sys.argv[1:],
-        "versions": versions,
-        "device": device.type,
-        "hardware": {"cpu": cpu[0], "cores": cores, "gpu": gpu},
-        "git_commit": commit or None,
-    }
-    return json.dumps(summary)
-
-
-def stop_when_asked(asked: list[int], at_once: bool) -> None:
-    """Have Ctrl+C and SIGTERM note their number in the list, and interrupt: `at_once`, or else the second time."""
+def stop_when_asked(asked: list[int], first: str | None = None) -> None:
+    """Have Ctrl+C, SIGTERM and the end of the terminal noted, and the run interrupted; the second time at once."""
 
     def note(number: int, _) -> None:
         asked.append(number)
-        signal.signal(number, signal.default_int_handler)
-        if at_once:
+        if first is None or len(asked) > 1:
             raise KeyboardInterrupt
+        with suppress(OSError):
+            os.write(2, f"\nending after {first}; once more to end at once\n".encode())
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, note)
-
-
-def profiled(folder: Path, wait: int, steps: int, functions: dict[str, Callable]) -> list[Callable]:
-    """Wrap functions so that, after `wait` calls of "environment", a profile is taken over `steps` of them.
-
-    Writes folder/trace.json, for chrome://tracing, and prints where the time of a step went, on standard error.
-    """
-
-    def report(profiler: torch.profiler.profile) -> None:
-        profiler.export_chrome_trace(str(folder / "trace.json"))
-        # On CUDA, what ran there has an entry of the same name that took the CPU no time.
-        events = [event for event in profiler.key_averages() if event.cpu_time_total]
-        times = {event.key: event.cpu_time_total / steps for event in events}
-        rows = {name: times.get(name, 0.0) for name in functions}
-        waits = [time for key, time in times.items() if key.endswith("Synchronize") or key == "cudaMemcpyAsync"]
-        rows["waiting for the device"] = sum(waits)
-        rows["the rest"] = times["ProfilerStep*"] - sum(rows.values())
-        for name, each in rows.items():
-            print(f"{name:24}{each:10.1f} us a step{each / times['ProfilerStep*']:8.1%}, under the profiler", file=sys.stderr)
-
-    schedule = torch.profiler.schedule(wait=wait - 1, warmup=1, active=steps, repeat=1)
-    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=report)
-    named = {name: torch.profiler.record_function(name)(function) for name, function in functions.items()}
-
-    def environment(actions: np.ndarray) -> tuple:
-        result = named["environment"](actions)
-        profiler.step()
-        return result
-
-    profiler.start()
-    return [*(named | {"environment": environment}).values()]
+    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows has no SIGHUP
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, note)
 
 
 # ---- Checkpoint ------------------------------------------------------------------------------------------------------
-def identity(args: Args) -> dict[str, str | int]:
-    """What a checkpoint and the run that goes on with it have to agree on."""
+def identity(args: Args) -> dict:
+    """What a checkpoint is of: the version of its format, the algorithm, and the arguments as plain values."""
     algorithm = Path(__file__).stem.removesuffix("_torchcompile")
-    return {"format": 1, "algorithm": algorithm, **{name: getattr(args, name) for name in ("env_id", "num_envs", "seed")}}
+    return {"format": 2, "algorithm": algorithm, **json.loads(json.dumps(asdict(args), default=str))}
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, by step."""
-    return sorted((path for path in folder.glob("*.pt") if path.stem.isdecimal()), key=lambda path: int(path.stem))
+def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[str, Tensor]) -> None:
+    """Write <run>/<step>.pt if one is due, whole or not at all; `progress` begins with the step, `last` ends the run.
 
-
-def save_checkpoint(args: Args, folder: Path, writer: SummaryWriter, progress: list, tensors: dict[str, Tensor]) -> None:
-    """Write folder/<step>.pt, whole or not at all, `progress` beginning with the step; keep the one before, too.
-
-    What is logged so far is written out first, so that curves have no gap. Only warns where the disk is full.
+    Only the one before it is kept of those that the run is beyond. A full disk is warned of. A number not finite ends the run.
     """
-    path, new = folder / f"{progress[0]}.pt", folder / "checkpoint.new"
+    args, step, previous = logger.args, progress[0], logger.saved_step
+    if not (last and (args.save_model or args.checkpoint_every)) and step - previous < (args.checkpoint_every or math.inf):
+        return
+    # Through NumPy, because a slice of a tensor would be saved with all that it is a slice of.
+    state = {name: torch.from_numpy(tensor.detach().cpu().numpy()) for name, tensor in tensors.items()}  # sync
+    for name, tensor in state.items():
+        if not tensor.isfinite().all():
+            raise SystemExit(f"{Path(__file__).name}: error: {name} is not finite at step {step}")
+    path, new, logger.saved_step = logger.folder / f"{step}.pt", logger.folder / "checkpoint.new", step
     try:
         with suppress(OSError):
-            writer.flush()
-        rng = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
-        # Through NumPy, because a slice of a tensor would be saved with all that it is a slice of.
-        state = {name: torch.from_numpy(tensor.detach().cpu().numpy()) for name, tensor in tensors.items()}  # sync
-        torch.save(identity(args) | {"progress": progress, "rng": rng, "state": state}, new)
+            logger.writer.flush()  # so that curves have no gap
+        torch.save({"identity": identity(args), "progress": progress, "state": state}, new)
         new.replace(path)
-        for older in checkpoints(folder)[:-2]:
-            older.unlink()
+        for other in logger.folder.glob("*.pt"):
+            if other.stem.isdecimal() and previous != int(other.stem) < step:
+                other.unlink()
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             new.unlink(missing_ok=True)
         print(f"{Path(__file__).name}: warning: no checkpoint {path}: {error}".splitlines()[0], file=sys.stderr)
 
 
-def load_checkpoint(path: Path, args: Args) -> dict:
-    """Read a checkpoint, of a folder the newest; nothing in it is executed. Exits with status 2 where it does not fit."""
-    flag = "--resume" if args.resume else "--evaluate"
-    newest = (checkpoints(path) or [path])[-1]
+def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
+    """Read the checkpoint to resume or evaluate, executing nothing; tells arguments that differ, and which are `ignored`."""
+    flag, path = ("--resume", args.resume) if args.resume else ("--evaluate", args.evaluate)
+    newest = max((file for file in path.glob("*.pt") if file.stem.isdecimal()), key=lambda file: int(file.stem), default=path)
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action="ignore"):  # of what is no checkpoint
             checkpoint = torch.load(newest, map_location="cpu", weights_only=True)
-        for name, wanted in identity(args).items():
-            if checkpoint[name] != wanted and (args.resume or name not in ("num_envs", "seed")):
-                refuse(f"{flag} takes a checkpoint of {name} {wanted}, {newest} has {checkpoint[name]}")
-        return {"folder": newest.resolve().parent, **{name: checkpoint[name] for name in ("progress", "rng", "state")}}
+        old, now = checkpoint.pop("identity"), identity(args)
+        for name in ("format", "algorithm", "env_id", *(["num_envs", "seed"] if args.resume else [])):
+            if old[name] != now[name]:
+                refuse(f"{flag} takes a checkpoint of {name} {now[name]}, {newest} has {old[name]}")
+        for name in now if args.resume else ():
+            if name not in ("resume", "evaluate") and old.get(name, now[name]) != now[name]:
+                effect = "is ignored" if name in ignored else "from here on"
+                print(f"--{name.replace('_', '-')} {now[name]} {effect}, it was {old[name]}", file=sys.stderr)
+        return {"folder": newest.resolve().parent, "progress": checkpoint["progress"], "state": checkpoint["state"]}
     except Exception as error:
         refuse(f"{flag} takes a checkpoint, {newest} is none: {type(error).__name__}")
 
 
-def restore(tensors: dict[str, Tensor], checkpoint: dict) -> None:
-    """Move a checkpoint's tensors into those of the same names. Exits with status 2 where they have other names or shapes."""
-    state = checkpoint.pop("state")
+def restore(tensors: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+    """Move the tensors of a checkpoint into those of the same names. Exits with status 2 where names or shapes differ."""
     for name in sorted(tensors.keys() | state.keys() - {"buffer"}):
         shapes = [tuple(those[name].shape) if name in those else None for those in (tensors, state)]
         if shapes[0] != shapes[1]:
             refuse(f"--resume and --evaluate take a checkpoint with {name} of shape {shapes[0]}, this one has {shapes[1]}")
         tensors[name].detach().copy_(state[name])
-    torch.set_rng_state(checkpoint["rng"][0])
-    if torch.cuda.is_initialized() and len(checkpoint["rng"]) > 1:
-        torch.cuda.set_rng_state(checkpoint["rng"][1])
 
 
-def evaluate(envs: gym.vector.VectorEnv, policy: Callable, seeds: list) -> Iterator[float]:
-    """Play a whole episode a seed with a policy from observations to actions; yields their returns."""
-    for seed in seeds:
-        obs, done, episode_return = envs.reset(seed=seed)[0], False, 0.0
+def evaluate(args: Args, folder: Path, policy: Callable) -> Iterator[float]:
+    """Play whole episodes with a policy from an observation to an action, and film them; yields their returns."""
+    env = make_env(args, args.capture_video)
+    if args.capture_video:
+        env = gym.wrappers.RecordVideo(env, str(folder / "evaluation" / "videos"), disable_logger=True)
+    seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10).tolist()
+    for seed in tqdm(seeds, desc="evaluation", unit="episode", dynamic_ncols=True):
+        obs, done, episode_return = env.reset(seed=seed)[0], False, 0.0
         while not done:
-            obs, rewards, terminated, truncated, _ = envs.step(policy(obs))
-            episode_return += float(rewards[0])
-            done = bool(terminated[0] or truncated[0])
+            obs, reward, terminated, truncated, _ = env.step(policy(obs))
+            episode_return += float(reward)
+            done = terminated or truncated
         yield episode_return
-    envs.close()
+    env.close()
 
 
 if __name__ == "__main__":
@@ -487,48 +429,46 @@ if __name__ == "__main__":
     if args.cuda and not torch.cuda.is_available():
         print("CUDA is not available: running on the CPU", file=sys.stderr)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    # The moments of weights whose gradient stays zero decay into denormal numbers, on which a CPU is many times slower.
-    # Measured with the compiled SAC step: the kernel of Adam takes 0.08 instead of 0.77 ms. New threads inherit the setting.
-    torch.set_flush_denormal(True)
+    torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal: 0.77 instead of 0.08 ms a step
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     torch.manual_seed(args.seed)
 
-    source = args.resume or args.evaluate
-    checkpoint = load_checkpoint(source, args) if source else {}
-    folder = Path("runs", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
-    folder = checkpoint["folder"] if args.resume else folder
-    global_step, updates, episodes = checkpoint["progress"] if args.resume else (0, 0, [])
-    logged_episodes, first_update, saved_step = len(episodes), updates, global_step
-    videos = folder / "videos" / (f"from_step_{global_step}" if args.resume else "")
-    envs = make_envs(args, None if args.evaluate else videos)
+    ignored = ("exp_name", *["alpha"] * args.autotune)
+    checkpoint = load_checkpoint(args, ignored) if args.resume or args.evaluate else {}
+    global_step, updates, owed, episodes = checkpoint["progress"] if args.resume else (0, 0, 0.0, [])
+    first_update = updates
+    # Stepped in turn, each reset in the step that ends its episode. copy=False: an observation is copied once, into the row.
+    env_fns = [partial(make_env, args, args.capture_video and index == 0) for index in range(args.num_envs)]
+    envs = SyncVectorEnv(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(envs.single_action_space.shape)
     bounds = np.stack([envs.single_action_space.low.ravel(), envs.single_action_space.high.ravel()])
     action_low, action_high = torch.tensor(bounds, dtype=torch.float32, device=device)
-    action_scale, action_bias = (action_high - action_low) / 2, (action_high + action_low) / 2
+    action_scale, action_bias = action_high / 2 - action_low / 2, action_high / 2 + action_low / 2  # within float32
 
     num_envs = args.num_envs
-    capacity, row_dim = args.buffer_size // num_envs * num_envs, 2 * obs_dim + action_dim + 2
-    needed = 4 * capacity * row_dim
-    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
-    if needed > free:
+    capacity, row_dim = 0 if args.evaluate else args.buffer_size // num_envs * num_envs, 2 * obs_dim + action_dim + 2
+    free, needed = psutil.virtual_memory().available, 4 * capacity * row_dim
+    if needed > (free := torch.cuda.mem_get_info()[0] if device.type == "cuda" else free):
         refuse(f"--buffer-size {capacity} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free on the {device}")
-    buffer = torch.zeros(capacity, row_dim, device=device)
+    buffer, row = torch.zeros(capacity, row_dim, device=device), torch.zeros(num_envs, row_dim)
     size = torch.ones((), dtype=torch.int64, device=device)
-    row = torch.zeros(num_envs, row_dim)
     columns = np.cumsum([obs_dim, action_dim, 1, 1])
     row_obs, row_actions, row_rewards, row_terminated, row_next_obs = np.split(row.numpy(), columns, axis=1)
 
     actor = Actor(obs_dim, action_dim, device)
     critic, critic_target = Critic(obs_dim, action_dim, device), Critic(obs_dim, action_dim, device)
     critic_target.load_state_dict(critic.state_dict())
-    log_alpha = torch.tensor(1.0 if args.autotune else args.alpha, device=device).log()
-    target_entropy = -float(action_dim)
+    log_alpha = torch.tensor(1.0 if args.autotune else max(args.alpha, 1e-38), device=device).log()  # finite for alpha 0
 
-    actor_params, critic_params = list(actor.parameters()), list(critic.parameters())
-    critic_target_params = list(critic_target.requires_grad_(False).parameters())
+    networks = (actor, critic, critic_target.requires_grad_(False))
+    actor_params, critic_params, critic_target_params = (list(network.parameters()) for network in networks)
     critic_optimizer = optim.Adam(critic_params, lr=args.q_lr, fused=True)
     actor_optimizer = optim.Adam(actor_params, lr=args.policy_lr, fused=True)
     alpha_optimizer = optim.Adam([log_alpha.requires_grad_()], lr=args.q_lr, fused=True)
+    tensors = adam_tensors("actor", dict(actor.named_parameters()), actor_optimizer)
+    tensors |= adam_tensors("critic", dict(critic.named_parameters()), critic_optimizer)
+    tensors |= adam_tensors("alpha", {"log_alpha": log_alpha}, alpha_optimizer)
+    tensors |= {f"critic_target.params.{key}": tensor for key, tensor in critic_target.named_parameters()}
     losses: dict[str, Tensor] = {}
 
     autotune, gamma, tau, batch_size = args.autotune, args.gamma, args.tau, args.batch_size
@@ -540,10 +480,6 @@ if __name__ == "__main__":
             mean, log_std = actor(obs)
             actions = torch.tanh(mean + log_std.exp() * torch.randn_like(mean)) * action_scale + action_bias
             return actions.clamp(action_low, action_high)  # the scaling may round to just outside
-
-    def record(**latest: Tensor) -> None:
-        """Keep the latest losses for the log."""
-        losses.update({name: loss.detach() for name, loss in latest.items()})
 
     def update(update_actor: bool, update_target: bool) -> None:
         """One gradient step on a new batch."""
@@ -558,135 +494,99 @@ if __name__ == "__main__":
         critic_optimizer.zero_grad()
         qf_losses.sum().backward()
         critic_optimizer.step()
-        record(qf1_values=qf_values[0], qf2_values=qf_values[1], qf1_loss=qf_losses[0], qf2_loss=qf_losses[1])
+        losses["qf1_values"], losses["qf2_values"] = qf_values.detach()
+        losses["qf1_loss"], losses["qf2_loss"] = qf_losses.detach()
+        losses["qf_loss"] = qf_losses.detach().mean()
 
         if update_actor:
             for _ in range(policy_frequency):
                 new_actions, log_prob = sample_actions(*actor(obs), action_scale, action_bias)
-                policy_loss = actor_loss(log_prob, critic(obs, new_actions), log_alpha.detach().exp())
+                losses["alpha"] = log_alpha.detach().exp()
+                policy_loss = actor_loss(log_prob, critic(obs, new_actions), losses["alpha"])
                 actor_optimizer.zero_grad()
                 policy_loss.backward(inputs=actor_params)
                 actor_optimizer.step()
-                record(actor_loss=policy_loss)
+                losses["actor_loss"] = policy_loss.detach()
                 if autotune:
-                    temperature_loss = alpha_loss(log_alpha, log_prob.detach(), target_entropy)
+                    temperature_loss = alpha_loss(log_alpha, log_prob.detach(), -float(action_dim))
                     alpha_optimizer.zero_grad()
                     temperature_loss.backward()
                     alpha_optimizer.step()
-                    record(alpha_loss=temperature_loss)
-
+                    losses["alpha_loss"] = temperature_loss.detach()
         if update_target:
             torch._foreach_lerp_(critic_target_params, critic_params, tau)
 
-    def best_actions(obs: np.ndarray) -> np.ndarray:
-        """The policy's mean actions for obs (1, ...), as an environment takes them."""
+    def best_action(obs: np.ndarray) -> np.ndarray:
+        """The policy's mean action at an observation, as an environment takes it."""
         with torch.no_grad():
-            obs = torch.as_tensor(obs, dtype=torch.float32, device=device).view(1, obs_dim)
-            actions = torch.tanh(actor(obs)[0]) * action_scale + action_bias
-            return actions.clamp(action_low, action_high).cpu().numpy().reshape(1, *envs.single_action_space.shape)
-
-    tensors = adam_tensors("actor", dict(actor.named_parameters()), actor_optimizer)
-    tensors |= adam_tensors("critic", dict(critic.named_parameters()), critic_optimizer)
-    tensors |= adam_tensors("alpha", {"log_alpha": log_alpha}, alpha_optimizer)
-    tensors |= {f"critic_target.{key}": tensor for key, tensor in critic_target.named_parameters()}
+            mean, _ = actor(torch.as_tensor(obs, dtype=torch.float32, device=device).view(1, obs_dim))
+            action = (torch.tanh(mean) * action_scale + action_bias).clamp(action_low, action_high)
+            return action.cpu().numpy().reshape(envs.single_action_space.shape)
 
     if checkpoint:
         size.fill_(min(global_step, capacity))
-        restore(tensors | ({"buffer": buffer[:size]} if args.resume else {}), checkpoint)
-    writer = make_writer(args, folder, global_step)
-    action_seed, *env_seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(1 + num_envs).tolist()
-    envs.action_space.seed(action_seed)
+        restore(tensors | ({"buffer": buffer[:size]} if args.resume else {}), checkpoint.pop("state"))
+        if not autotune:
+            log_alpha.detach().fill_(math.log(max(args.alpha, 1e-38)))
+    last = global_step >= args.total_timesteps or args.evaluate is not None
+    logger = Logger(args, checkpoint["folder"] if args.resume else None, global_step, episodes, trains=not last)
+    if args.capture_video and not last:
+        videos = logger.folder / "videos" / (f"from_step_{global_step}" if args.resume else "")
+        envs.envs[0] = gym.wrappers.RecordVideo(envs.envs[0], str(videos), disable_logger=True)
+    noise_seed, *env_seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(1 + num_envs).tolist()
+    envs.action_space.seed(noise_seed)
     row_obs[:] = envs.reset(seed=env_seeds)[0].reshape(num_envs, obs_dim)
-    episode_return, episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
-    sps, startup_seconds, sps_step = None, None, global_step
-    next_log = (global_step // args.log_every + 1) * args.log_every
-    total_timesteps, save_last = args.total_timesteps, args.save_model or args.checkpoint_every is not None
-    last = global_step >= total_timesteps or args.evaluate is not None
 
-    stopping: list[int] = []
-    eval_returns: list[float] = []
-    with (
-        suppress(KeyboardInterrupt),
-        tqdm(total=args.total_timesteps, initial=global_step, unit="step", dynamic_ncols=True) as bar,
-    ):
-        stop_when_asked(stopping, at_once=True)
-        if args.profile:
-            functions = {"policy": act, "update": update, "environment": envs.step}
-            wait = max(args.learning_starts - global_step, 0) // num_envs + 10
-            act, update, envs.step = profiled(args.profile, wait, 50, functions)
-        stop_when_asked(stopping, at_once=False)  # from here on between two steps
+    stopping, eval_returns, startup_seconds = [], [], None
+    with closing(logger), suppress(KeyboardInterrupt):
+        stop_when_asked(stopping, first="this step")
+        torch.manual_seed(noise_seed)
         startup_seconds = time.perf_counter() - start_time
-        sps_time = time.perf_counter()
+        logger.start = global_step, time.perf_counter()
         while not last:
             if global_step < args.learning_starts:
                 actions = envs.action_space.sample().reshape(num_envs, action_dim)
             else:
                 if updates == first_update:
-                    if device.type == "cuda":
-                        torch.cuda.synchronize()  # sync, once: SPS counts from the first step that learns
-                    sps_step, sps_time = global_step, time.perf_counter()
+                    logger.start = global_step, time.perf_counter()  # SPS counts from the first step that learns
                 obs = row[:, :obs_dim].to(device, non_blocking=True)
                 actions = act(obs).cpu().numpy()  # sync: the environments need the actions
+                owed += min(num_envs, global_step - args.learning_starts) * args.updates_per_step
 
-            while updates < (global_step - args.learning_starts) * args.updates_per_step:
+            while owed > 0:
                 update(updates % policy_frequency == 0, updates % target_network_frequency == 0)
-                updates += 1
+                updates, owed = updates + 1, owed - 1
 
+            row_actions[:] = actions  # before an environment changes them in place
             next_obs, rewards, terminated, truncated, infos = envs.step(actions.reshape(envs.action_space.shape))
             global_step += num_envs
-
-            row_actions[:], row_rewards[:, 0], row_terminated[:, 0] = actions, rewards, terminated
-            row_next_obs[:] = next_obs.reshape(num_envs, obs_dim)
-            episode_return += rewards
-            episode_length += 1
             done = terminated | truncated
+
+            row_rewards[:, 0], row_terminated[:, 0] = rewards, terminated
+            row_next_obs[:] = next_obs.reshape(num_envs, obs_dim)
             if done.any():
                 row_next_obs[done] = np.stack(infos["final_obs"][done]).reshape(-1, obs_dim)
-                episodes += [(global_step, float(episode_return[i]), int(episode_length[i])) for i in np.flatnonzero(done)]
-                episode_return[done], episode_length[done] = 0, 0
+            logger.count(global_step, rewards, done, row_next_obs)
             position = (global_step - num_envs) % capacity
             buffer[position : position + num_envs].copy_(row, non_blocking=True)
             if global_step <= capacity:
                 size.fill_(global_step)
             row_obs[:] = next_obs.reshape(num_envs, obs_dim)
 
-            last = bool(stopping) or global_step >= total_timesteps
-            if global_step >= next_log or last:
-                next_log = (global_step // args.log_every + 1) * args.log_every
-                for step, value, length in episodes[logged_episodes:]:
-                    write_scalars(writer, {"charts/episodic_return": value, "charts/episodic_length": length}, step)
-                logged_episodes = len(episodes)
-                if updates >= first_update + policy_frequency:  # all losses are known
-                    latest = losses | {"alpha": log_alpha.detach().exp()}
-                    values = torch.stack([loss.mean() for loss in latest.values()]).tolist()  # sync: one for all losses
-                    scalars = {f"losses/{name}": value for name, value in zip(latest, values, strict=True)}
-                    scalars["losses/qf_loss"] = (scalars["losses/qf1_loss"] + scalars["losses/qf2_loss"]) / 2
-                    write_scalars(writer, scalars, global_step)
-                sps = (global_step - sps_step) / (time.perf_counter() - sps_time)
-                write_scalars(writer, {"charts/SPS": sps}, global_step)
-                recent = f", return {np.mean([value for _, value, _ in episodes[-10:]]):.1f}" if episodes else ""
-                bar.set_postfix_str(f"SPS {sps:.0f}{recent}", refresh=False)
-                bar.update(global_step - bar.n)
-                if global_step - saved_step >= (args.checkpoint_every or math.inf) or (last and save_last):
-                    saved_step = global_step
-                    progress = [global_step, updates, episodes]
-                    save_checkpoint(args, folder, writer, progress, tensors | {"buffer": buffer[:size]})
+            last = bool(stopping) or global_step >= args.total_timesteps
+            if last or global_step % args.log_every < num_envs:
+                logger.log(global_step, losses if updates >= first_update + policy_frequency else {})  # all are known
+                save_checkpoint(logger, last, [global_step, updates, owed, episodes], tensors | {"buffer": buffer[:size]})
 
         if args.evaluate or (args.eval_episodes and not stopping):
-            stop_when_asked(stopping, at_once=True)
-            # NEXT_STEP, so that nothing begins that is not played.
-            eval_envs = make_envs(replace(args, num_envs=1), folder / "evaluation" / "videos", AutoresetMode.NEXT_STEP)
-            seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10).tolist()
-            eval_returns.extend(evaluate(eval_envs, best_actions, seeds))
-    stop_when_asked(stopping, at_once=False)
+            logger.bar.close()
+            stop_when_asked(stopping)
+            eval_returns.extend(evaluate(args, logger.folder, best_action))
+    stop_when_asked(stopping, first="the end of the logs")
     envs.close()
-    with suppress(OSError):
-        writer.close()
-    if args.track:
-        sys.modules["wandb"].finish()  # before the summary, which has to be the last line
-    measured = {"total_timesteps": global_step, "updates": updates, "sps": sps, "eval_returns": eval_returns}
-    measured |= {"compile": False, "cudagraphs": False}
+    measured = {"total_timesteps": global_step, "updates": updates, "device": device.type, "eval_returns": eval_returns}
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}
-    print(run_summary(args, device, [value for _, value, _ in episodes], **measured))
+    measured["peak_device_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else None
+    logger.print_summary(**measured, compile=False, cudagraphs=False)
     if stopping:
         sys.exit(128 + stopping[0])
