@@ -349,11 +349,11 @@ class Logger:
         except OSError as error:
             refuse(f"{folder}: {'another run is at work there' if isinstance(error, Timeout) else error.strerror}")
         if args.track:
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
+            run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name, "resume": "allow"}
             try:
                 import wandb
 
-                wandb.init(name=folder.name, id=folder.name[-64:], resume="allow", **names, sync_tensorboard=True, save_code=True)
+                wandb.init(**run, id=folder.name[-64:], config=asdict(args), sync_tensorboard=True, save_code=True)
             except Exception as error:  # such as a missing login
                 refuse(f"--track cannot start Weights & Biases: {error}")
         self.writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume and trains else None)  # later logs go
@@ -522,6 +522,8 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = args.tf32  # on by default, for convolutions
     torch.manual_seed(args.seed)
+    if args.compile and device.type == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):  # [fast 1]
+        refuse("--compile needs a C++ compiler such as g++, or one that CXX names")
 
     checkpoint = load_checkpoint(args, ignored=("exp_name",)) if args.resume or args.evaluate else {}
     global_step, updates, episodes = checkpoint["progress"] if args.resume else (0, 0, [])
@@ -618,8 +620,6 @@ if __name__ == "__main__":
         stop_when_asked(stopping)
         # [fast 1] The policy, the preparation of the batch and the gradient step are one graph each. Measured: 1.06 times.
         if args.compile:
-            if device.type == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):
-                refuse("--compile needs a C++ compiler such as g++, which CXX names")
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --tf32 decides
             torch._dynamo.config.trace_autograd_ops = True  # [fast 2] the gradient, too, without a break
             act, prepare, update = (torch.compile(function, fullgraph=True) for function in (act, prepare, update))
