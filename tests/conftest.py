@@ -4,7 +4,8 @@ import os
 import runpy
 import subprocess
 import sys
-from contextlib import chdir
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,6 +63,16 @@ def play(name: str, *args, **options) -> dict:
     env_id = "Breakout-v5" if "atari" in name else "envs:Scripted-v0"
     with patch("envpool.make", ScriptedGames):
         return run(name, "--env-id", env_id, *args, **options)
+
+
+@contextmanager
+def changed(name: str, passage: str, other: str) -> Iterator[None]:
+    """Have `run` take this script with another text in place of a passage."""
+    text = (LEANRL / f"{name}.py").read_text()
+    assert passage in text
+    with TemporaryDirectory() as folder, patch.dict(globals(), LEANRL=Path(folder)):
+        (Path(folder) / f"{name}.py").write_text(text.replace(passage, other))
+        yield
 
 
 def resume_with_warm_up(script: str, *flags, directory: Path, **options) -> None:
