@@ -93,9 +93,8 @@ class Recorder(TorchDispatchMode):
             if address not in self.before and address not in self.new:
                 self.before[address] = (storage, storage.clone())
         result = function(*args, **kwargs)
-        self.new |= {
-            address: storage for address, storage in storages(result).items() if address not in storages((args, kwargs))
-        }
+        given = storages((args, kwargs))
+        self.new |= {address: storage for address, storage in storages(result).items() if address not in given}
         self.calls.append(Call(function, args, kwargs, result))
         return result
 

@@ -8,11 +8,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
-MADE_ON_THE_HOST = {
-    torch.tensor,
-    torch.as_tensor,
-    torch.asarray,
-}  # and then copied, but for "meta", where it makes no difference
+# They make a tensor on the host and copy it, which PyTorch leaves out where the device is "meta".
+MADE_ON_THE_HOST = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
 class Renamed(TorchFunctionMode):

@@ -11,7 +11,9 @@ ROLLOUTS = ("--num-envs", "2", "--num-steps", "8", "--num-minibatches", "2", "--
 SHORT = ("--learning-starts", "20", "--batch-size", "8", "--log-every", "1000", "--total-timesteps", "60")
 STEADY = slice(24, 40)  # of the steps: two rollouts, or an even number of gradient steps
 EVENTS = ("to the device", "to the host", "wait", "operation")
-HEADER = "| script | to the device | to the host | waits | operations | to the device | to the host | waits | operations |"
+HEADER = (
+    "| script | to the device | to the host | waits | operations | rollout: to the device | to the host | waits | operations |"
+)
 
 
 def count(command: str) -> list[Counter]:
