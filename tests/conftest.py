@@ -5,7 +5,8 @@ import re
 import runpy
 import subprocess
 import sys
-from contextlib import chdir
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -85,6 +86,16 @@ def profile_shares(done: subprocess.CompletedProcess) -> list[dict[str, float]]:
     assert trace.startswith("trace: ")
     rows = [[re.split(r"\s{2,}", line) for line in table.splitlines()[1:]] for table in tables]
     return [{name: float(share.rstrip("%")) for name, _, share, *_ in table} for table in rows]
+
+
+@contextmanager
+def changed(name: str, passage: str, other: str) -> Iterator[None]:
+    """Have `run` take this script with another text in place of a passage."""
+    text = (LEANRL / f"{name}.py").read_text()
+    assert passage in text
+    with TemporaryDirectory() as folder, patch.dict(globals(), LEANRL=Path(folder)):
+        (Path(folder) / f"{name}.py").write_text(text.replace(passage, other))
+        yield
 
 
 def resume_with_warm_up(script: str, *flags, directory: Path, **options) -> None:

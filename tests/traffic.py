@@ -1,0 +1,120 @@
+"""What goes between the host and a CUDA device, counted without one: the device's tensors are on "meta", the host's are real.
+
+On "meta" nothing is computed, so what comes back to the host is zeros. But where each tensor is, is known, and so is each
+copy and each wait: more than a GPU tells, which waits without a word.
+
+Not as on a GPU: an operation that one of its own kernels would make wait is not known here, unless PyTorch has tagged it.
+"""
+
+import linecache
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from types import FrameType
+from unittest.mock import patch
+
+import torch
+from envs import ScriptedGames
+from gymnasium.vector import SyncVectorEnv
+from pretended import pretended_cuda, waits
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+# These take memory, or look at some differently, and launch nothing.
+NO_KERNEL = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view}
+CAPTURED = {"act", "prepare", "update"}
+
+
+class TrafficError(RuntimeError):
+    """What a GPU refuses, or what must not happen in what is to be captured."""
+
+
+def script_frames() -> Iterator[FrameType]:
+    """The frames that run code of a script, innermost first."""
+    frame = sys._getframe(1)
+    while frame := frame.f_back:
+        if frame.f_globals.get("__name__") == "__main__" and "device" in frame.f_globals:
+            yield frame
+
+
+class Traffic(TorchDispatchMode):
+    """Counts operations, copies and waits of a device on "meta"; none but operations may come from act, prepare or update."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.steps: list[Counter[str]] = []  # what was counted by each step of the environments
+
+    def between_steps(self) -> list[Counter[str]]:
+        """What was counted from each step of the environments to the next one."""
+        return [Counter({key: after[key] - before[key] for key in after}) for before, after in pairwise(self.steps)]
+
+    def note(self, *events: str) -> None:
+        """Count copies and waits, and refuse them where there must not be any."""
+        self.counts.update(events)
+        frames = list(script_frames())
+        if found := CAPTURED & {frame.f_code.co_name for frame in frames}:
+            self.fail(f"{' and '.join(events)} in {found.pop()}")
+
+    def fail(self, what: str) -> None:
+        """Say what happened, and in which line of the script."""
+        code, line = next((frame.f_code.co_filename, frame.f_lineno) for frame in script_frames())
+        raise TrafficError(f"{what}, line {line}: {linecache.getline(code, line).strip()}")
+
+    def __torch_dispatch__(self, function: torch._ops.OpOverload, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        on_host = [tensor for tensor in tensors if not tensor.is_meta]
+        if len(on_host) == len(tensors) and kwargs.get("device") != torch.device("meta"):
+            return function(*args, **kwargs)
+
+        if function is aten.copy_.default and on_host:
+            self._copied(args[0].is_meta, *args[2:], **kwargs)
+            return args[0] if args[0].is_meta else args[0].zero_()
+        if function is aten._to_copy.default and (on_host or kwargs.get("device", args[0].device).type == "cpu"):
+            self._copied(bool(on_host), kwargs.get("non_blocking", False))
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
+        if function is aten._local_scalar_dense.default:
+            self.note("to the host", "wait")
+            return torch.zeros((), dtype=args[0].dtype).item()
+        if waits(function, args):
+            self.note("wait")
+        # With "device" it makes a tensor like another one.
+        if any(tensor.dim() for tensor in on_host) and "device" not in kwargs:
+            self.fail(f"{function} on tensors of the host and of the device")
+        if on_host and "device" not in kwargs:
+            self.note("number of the host")
+        view = function._schema.returns and all(r.alias_info and not r.alias_info.is_write for r in function._schema.returns)
+        self.counts["operation"] += not view and function.overloadpacket not in NO_KERNEL
+        return function(*args, **kwargs)
+
+    def _copied(self, to_device: bool, non_blocking: bool = False) -> None:
+        # The host waits for what it copies, unless told otherwise, and for what comes from the device in any case: nothing
+        # here is pinned.
+        waited = not (to_device and non_blocking)
+        self.note("to the device" if to_device else "to the host", *["wait"] * waited)
+
+
+@contextmanager
+def counted_traffic() -> Iterator[Traffic]:
+    """Pretend a CUDA device without values, and count what goes to and from it."""
+    traffic = Traffic()
+
+    def counted(step: Callable) -> Callable:
+        def step_and_count(*args):
+            traffic.steps.append(traffic.counts.copy())
+            return step(*args)
+
+        return step_and_count
+
+    with (
+        patch.object(SyncVectorEnv, "step", counted(SyncVectorEnv.step)),
+        patch.object(ScriptedGames, "step", counted(ScriptedGames.step)),
+        pretended_cuda("meta", synchronize=lambda: traffic.note("wait")),
+        traffic,
+    ):
+        yield traffic
