@@ -3,11 +3,14 @@
 A sweep writes two files of JSON lines. In `results.jsonl` a line is a run: the keys of `Done`, and what else the run's summary
 holds, or the keys of `Failed`. In `curves.jsonl` a line is what one run showed over time: the keys of `Curve`. Both are
 checked line by line on reading and before writing, and appended to so that neither a full disk nor a killed process leaves
-half a line behind for good.
+half a line behind for good. In `cuda_code.jsonl` a line is a graph that benchmark/cuda_code.py has compiled: the keys of
+`Code` or `NoCode`, checked like the others.
 """
 
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypedDict
 
@@ -87,6 +90,37 @@ class Curve(TypedDict):
     gpu_utilization: list[float]
 
 
+class Graph(TypedDict):
+    """A graph of a twin that was compiled for a GPU: what every line of benchmark/cuda_code.py has."""
+
+    format: int
+    script: str  # the eager script
+    env_id: str
+    graph: str
+    torch: str
+    triton: str
+    git_commit: str | None
+
+
+class Code(Graph):
+    """A graph that code was generated for, with what was counted in that."""
+
+    generated: Literal[True]
+    triton_launches: int
+    extern_calls: dict[str, int]  # of kernels that are not generated, such as matrix products, by operation
+    kernels: int  # Triton kernels, each of which may be launched more than once
+    compiled: int  # of these kernels
+    spilling: int  # of the compiled ones
+    errors: list[str]  # one for each kernel that does not compile
+
+
+class NoCode(Graph):
+    """A graph that no code was generated for, and why."""
+
+    generated: Literal[False]
+    error: str
+
+
 class FormatError(ValueError):
     """A line of another version of the format."""
 
@@ -95,8 +129,8 @@ class ResultsError(ValueError):
     """A file that does not hold what it should; the message names file and line."""
 
 
-def check(line: object, curve: bool = False) -> None:
-    """Raise ValueError, with one line that says why, unless this is a line of results, or of curves.
+def check_keys(line: object, kinds: Callable[[dict], list[type]]) -> None:
+    """Raise ValueError, with one line that says why, unless the line has the keys of its kinds.
 
     Of another format, it is a FormatError.
     """
@@ -104,29 +138,50 @@ def check(line: object, curve: bool = False) -> None:
         raise ValueError("is no line of results")
     if line["format"] != FORMAT:
         raise FormatError(f"has format {line['format']}, and this version reads format {FORMAT}")
-    kinds = [Curve] if curve else [Failed] if line.get("status") == "failed" else [Done, Measured]
     try:
-        for kind in kinds:
+        for kind in kinds(line):
             # Keys beyond those of the format are welcome: a summary may say more.
             known = {key: value for key, value in line.items() if key in kind.__annotations__}
             check_type(known, kind, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
     except TypeCheckError as error:
         raise ValueError(" ".join(str(error).split())) from None
+
+
+def check(line: object, curve: bool = False) -> None:
+    """Raise ValueError, as `check_keys`, unless this is a line of results, or of curves."""
+    check_keys(line, lambda line: [Curve] if curve else [Failed] if line.get("status") == "failed" else [Done, Measured])
     for keys in (("step", "seconds", "episodic_return"), ("gpu_seconds", "gpu_utilization")) if curve else ():
         if len({len(line[key]) for key in keys}) > 1:
             raise ValueError(f"has lists of several lengths: {', '.join(keys)}")
 
 
-def read(path: Path, curves: bool = False) -> list[dict]:
-    """All lines of a file of results, or of curves. Raises ResultsError where a line is not what it should be."""
+def check_code(line: object) -> None:
+    """Raise ValueError, as `check_keys`, unless this is a line of benchmark/cuda_code.py."""
+    check_keys(line, lambda line: [Code if line.get("generated") else NoCode])
+    if line["generated"] and line["compiled"] + len(line["errors"]) != line["kernels"]:
+        raise ValueError("has kernels that neither compile nor have an error")
+
+
+def checked_lines(path: Path, check: Callable[[object], None]) -> list[dict]:
+    """All lines of a file. Raises ResultsError where one of them does not pass the check."""
     lines = []
     for number, content in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             lines.append(json.loads(content))
-            check(lines[-1], curves)
+            check(lines[-1])
         except ValueError as error:
             raise ResultsError(f"{path}, line {number}: {error}") from None
     return lines
+
+
+def read(path: Path, curves: bool = False) -> list[dict]:
+    """All lines of a file of results, or of curves. Raises ResultsError where a line is not what it should be."""
+    return checked_lines(path, partial(check, curve=curves))
+
+
+def read_code(path: Path) -> list[dict]:
+    """All lines of a file of benchmark/cuda_code.py. Raises ResultsError where a line is not what it should be."""
+    return checked_lines(path, check_code)
 
 
 def recover(path: Path, curves: bool = False) -> list[dict]:
