@@ -103,8 +103,16 @@ class Generated(BaseException):
 
 def refuse(message: str) -> None:
     """Tell on one line of standard error why nothing is done, and leave with exit status 2."""
-    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def check_scripts(scripts: tuple[str, ...]) -> None:
+    """Refuse names that are none, and a PyTorch that knows nothing of CUDA."""
+    if unknown := [script for script in scripts if script not in SCRIPTS]:
+        refuse(f"--scripts takes {', '.join(SCRIPTS)}, got {' '.join(unknown)}")
+    if torch.version.cuda is None:
+        refuse(f"needs a build of PyTorch for CUDA, and this is {torch.__version__}: see the top of this file")
 
 
 def one_line(error: Exception) -> str:
@@ -299,10 +307,7 @@ def told(line: dict) -> str:
 
 def main() -> None:
     args = tyro.cli(Args)
-    if unknown := [script for script in args.scripts if script not in SCRIPTS]:
-        refuse(f"--scripts takes {', '.join(SCRIPTS)}, got {' '.join(unknown)}")
-    if torch.version.cuda is None:
-        refuse(f"needs a build of PyTorch for CUDA, and this is {torch.__version__}: see the top of this file")
+    check_scripts(args.scripts)
     try:
         lines = results.read_code(args.output) if args.output and args.output.exists() else []
     except (results.ResultsError, OSError) as error:
