@@ -173,11 +173,35 @@ def tricks_table(lines: list[dict]) -> str:
     return f"{markdown(['', 'microseconds a call', 'x first'], rows)}\n\n{made_with}"
 
 
+def cuda_code_table(lines: list[dict]) -> str:
+    """Triton launches of each graph by version of torch, and what else was counted with the newest of these."""
+    made_with = by(sorted(lines, key=lambda line: [int(part) for part in line["torch"].split(".")]), "torch", "triton")
+    versions = list(dict.fromkeys(torch for torch, _ in made_with))
+    rows = []
+    for (script, env_id, graph), group in by(lines, "script", "env_id", "graph").items():
+        of = {line["torch"]: line for line in group}
+        launches = [str(of[version].get("triton_launches", "fails")) if version in of else "" for version in versions]
+        newest = of.get(versions[-1], {"generated": False})
+        counted = ["", "", ""]
+        if newest["generated"]:
+            extern = ", ".join(f"{operation} {calls}" for operation, calls in newest["extern_calls"].items())
+            counted = [extern, f"{newest['compiled']} of {newest['kernels']}", str(newest["spilling"])]
+        rows.append([f"{script}, {env_id}: {graph}", *launches, *counted])
+    counted = ["other calls", "kernels that compile for sm_90", "that spill registers"]
+    header = ["", *(f"Triton launches, torch {version}" for version in versions), *counted]
+    errors = {f"torch {line['torch']} fails: `{line['error']}`": None for line in lines if not line["generated"]}
+    below = ", ".join(f"torch {torch} with Triton {triton}" for torch, triton in made_with)
+    commits = sorted({line["git_commit"][:7] for line in lines if line["git_commit"]})
+    below += f"; commit {', '.join(commits)}" if commits else ""
+    return "\n\n".join([markdown(header, rows), *errors, below])
+
+
 # Kind of table: what makes it, and what the lines of its file are.
 TABLES = {
     "speed": (speed_table, results.read),
     "learning": (learning_table, results.read),
     "curve": (curve_table, lambda path: results.read(path, results.check_curve)),
+    "cuda_code": (cuda_code_table, lambda path: results.read(path, results.check_code)),
     "tricks": (tricks_table, lambda path: results.read(path, results.check_figure)),
 }
 

@@ -3,7 +3,8 @@
 A sweep writes two files of JSON lines. In `results.jsonl` a line is a run: the keys of `Done`, and what else the run's summary
 holds, or the keys of `Failed`. In `curves.jsonl` a line is what one run showed over time: the keys of `Curve`. Both are
 checked line by line on reading and before writing, and appended to so that neither a full disk nor a killed process leaves
-half a line behind for good. They are JSON to the letter: no NaN, nothing infinite.
+half a line behind for good. They are JSON to the letter: no NaN, nothing infinite. In `cuda_code.jsonl` a line is a graph that
+benchmark/cuda_code.py has compiled: the keys of `Code` or `NoCode`, checked like the others.
 """
 
 import json
@@ -127,6 +128,37 @@ class Description(TypedDict):
     git_commit: str | None
 
 
+class Graph(TypedDict):
+    """A graph of a twin that was compiled for a GPU: what every line of benchmark/cuda_code.py has."""
+
+    format: int
+    script: str  # the eager script
+    env_id: str
+    graph: str
+    torch: str
+    triton: str
+    git_commit: str | None
+
+
+class Code(Graph):
+    """A graph that code was generated for, with what was counted in that."""
+
+    generated: Literal[True]
+    triton_launches: int
+    extern_calls: dict[str, int]  # of kernels that are not generated, such as matrix products, by operation
+    kernels: int  # Triton kernels, each of which may be launched more than once
+    compiled: int  # of these kernels
+    spilling: int  # of the compiled ones
+    errors: list[str]  # one for each kernel that does not compile
+
+
+class NoCode(Graph):
+    """A graph that no code was generated for, and why."""
+
+    generated: Literal[False]
+    error: str
+
+
 class FormatError(ValueError):
     """A line of another version of the format."""
 
@@ -190,6 +222,15 @@ def check_curve(line: object) -> None:
     for keys in (("step", "seconds", "episodic_return"), ("gpu_seconds", "gpu_utilization")):
         if len({len(line[key]) for key in keys}) > 1:
             raise ValueError(f"has lists of several lengths: {', '.join(keys)}")
+
+
+def check_code(line: object) -> None:
+    """Raise ValueError, with one line that says why, unless this is a line of benchmark/cuda_code.py."""
+    check_format(line)
+    check_finite(line)
+    check_keys(line, Code if line.get("generated") else NoCode)
+    if line["generated"] and line["compiled"] + len(line["errors"]) != line["kernels"]:
+        raise ValueError("has kernels that neither compile nor have an error")
 
 
 def check_figure(line: object) -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, SHORT, commit, profile, profile_shares
 from torch.autograd import DeviceType
 
 sys.path.insert(0, str(ROOT / "benchmark"))
+import cuda_code
 import job
 import profile_run
 import report
@@ -59,6 +61,96 @@ def test_gpu_seconds_are_given_per_million_steps():
 def test_a_table_of_results_that_are_not_there_is_absent():
     text = "before\n<!-- table: speed none.jsonl -->\nold\n<!-- end -->\nafter"
     assert report.render(text) == "before\n<!-- table: speed none.jsonl -->\n<!-- end -->\nafter"
+
+
+def graph(version: str, launches: int | None, **more) -> dict:
+    """A line of cuda_code.jsonl; of a graph without code, if there are no launches."""
+    result = {"format": results.FORMAT, "script": "sac", "env_id": "World-v0", "graph": "act", "torch": version}
+    result |= {"triton": "3.7.1", "git_commit": "0123456789", "generated": launches is not None}
+    if launches is None:
+        return result | {"error": "AssertionError: in lower: assert True"} | more
+    counted = {"extern_calls": {"mm": 4, "randint": 1}, "kernels": 2, "compiled": 2, "spilling": 1, "errors": []}
+    return result | {"triton_launches": launches, **counted} | more
+
+
+def test_cuda_code_table_has_a_column_for_each_version_and_tells_of_failures():
+    first, error, made_with = report.cuda_code_table([graph("2.13.0", 3), graph("2.9.1", None)]).split("\n\n")
+    assert "Triton launches, torch 2.9.1 | Triton launches, torch 2.13.0 |" in first
+    assert "| sac, World-v0: act | fails | 3 | mm 4, randint 1 | 2 of 2 | 1 |" in first
+    assert error == "torch 2.9.1 fails: `AssertionError: in lower: assert True`"
+    assert made_with == "torch 2.9.1 with Triton 3.7.1, torch 2.13.0 with Triton 3.7.1; commit 0123456"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (graph("2.13.0", 3) | {"triton_launches": "3"}, "triton_launches"),
+        (graph("2.13.0", 3) | {"generated": False}, "error"),
+        (graph("2.13.0", 3, compiled=1), "neither compile nor have an error"),
+        (graph("2.13.0", None, format=0), "format 0"),
+    ],
+)
+def test_a_wrong_line_of_cuda_code_is_refused(tmp_path, line, reason):
+    path = tmp_path / "cuda_code.jsonl"
+    right = [graph("2.13.0", 3), graph("2.11.0", None)]
+    results.replace(path, right)
+    assert results.read(path, results.check_code) == right
+    results.replace(path, [*right, line])
+    with pytest.raises(results.ResultsError, match=f"line 3: .*{reason}"):
+        results.read(path, results.check_code)
+
+
+# As Inductor writes it, shortened.
+CODE = """
+triton_poi_0 = async_compile.triton('triton_poi_0', '''the source''', device_str='cuda')
+class Runner:
+    def call(self, args):
+        triton_poi_0.run(arg0_1, buf0, 4, stream=raw_stream0)
+        extern_kernels.mm(reinterpret_tensor(buf0, (2, 2), (2, 1), 0), arg1_1, out=buf1)
+        aten.randint.low_out(0, 1, [1], out=buf2)
+        buf3 = torch.ops.aten.convolution_backward.default(buf1, arg2_1)
+        triton_poi_0.run(buf3, buf4, 4, stream=raw_stream0)
+        # triton_poi_0.run(buf3, buf4, 4, stream=raw_stream0)
+runner = Runner(partitions=[])
+def benchmark_compiled_module():
+    extern_kernels.mm(arg1_1, arg1_1, out=buf1)
+"""
+
+
+def test_launches_are_counted_where_the_code_runs():
+    launches, extern, sources = cuda_code.count(CODE)
+    assert launches == 2
+    assert extern == {"mm": 1, "randint": 1, "convolution_backward": 1}
+    assert sources == {"triton_poi_0": "the source"}
+
+
+@pytest.mark.parametrize(
+    ("script", "small", "names"),
+    [
+        (
+            "sac_continuous_action",
+            ["--buffer-size", "256"],
+            ["act", "update(update_actor=False, update_target=True)", "update(update_actor=True, update_target=True)"],
+        ),
+        ("ppo_continuous_action", ["--num-steps", "16", "--num-minibatches", "2"], ["act", "prepare", "update"]),
+    ],
+)
+def test_each_kind_of_gradient_step_is_a_graph(monkeypatch, script, small, names):
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    graphs = cuda_code.graphs_of(script, "--env-id", "Reacher-v4", *cuda_code.SCRIPTS[script][1], *small)
+    assert [graph.name for graph in graphs] == names
+    cuda_code.move_to_cuda(graphs[1].module)
+    assert "device(type='cpu')" not in graphs[1].module.code
+
+
+def test_without_a_build_for_cuda_there_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(sys, "argv", ["cuda_code.py"])
+    with pytest.raises(SystemExit) as end:
+        cuda_code.main()
+    assert end.value.code == 2
+    [told] = capsys.readouterr().err.splitlines()
+    assert told.startswith("cuda_code.py: error: needs a build of PyTorch for CUDA")
 
 
 class Driver:
