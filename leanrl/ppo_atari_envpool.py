@@ -578,7 +578,7 @@ if __name__ == "__main__":
                 # The next step of a game that is over or lost a life only goes on, and ignores the action.
                 valid = ~(terminated | truncated)
                 rollout_valid[step + 1] = valid
-            buffer.copy_(rollout)
+            buffer.copy_(rollout, non_blocking=True)  # the log waits for the device before the rollout changes
             prepare()
             for _ in range(args.update_epochs):
                 for indices in torch.randperm(batch_size, device=device).split(minibatch_size):

@@ -626,7 +626,7 @@ if __name__ == "__main__":
 
             return_moments.update(rollout_returns[rollout_valid[:-1] > 0][:, None])
             rollout_rewards[:-1] = (rollout_rewards[:-1] / return_moments.std()).clip(-10, 10)
-            buffer.copy_(rollout)
+            buffer.copy_(rollout, non_blocking=True)  # the log waits for the device before the rollout changes
             prepare()
             for _ in range(args.update_epochs):
                 for indices in torch.randperm(batch_size, device=device).split(minibatch_size):

@@ -453,7 +453,6 @@ if __name__ == "__main__":
 
     checkpoint = load_checkpoint(args, ignored=("exp_name",)) if args.resume or args.evaluate else {}
     global_step, updates, owed, episodes = checkpoint["progress"] if args.resume else (0, 0, 0.0, [])
-    first_update = updates
     # Stepped in turn, each reset in the step that ends its episode. copy=False: an observation is copied once, into the row.
     env_fns = [partial(make_env, args, args.capture_video and index == 0) for index in range(args.num_envs)]
     envs = SyncVectorEnv(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
@@ -467,7 +466,9 @@ if __name__ == "__main__":
     free, needed = psutil.virtual_memory().available, 4 * capacity * row_dim
     if needed > (free := torch.cuda.mem_get_info()[0] if device.type == "cuda" else free):
         refuse(f"--buffer-size {capacity} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free on the {device}")
-    buffer, row = torch.zeros(capacity, row_dim, device=device), torch.zeros(num_envs, row_dim)
+    buffer = torch.zeros(capacity, row_dim, device=device)
+    # On the host, what the environments show, and a step. Neither changes before the device has given actions, so has read it.
+    obs, row = np.zeros((num_envs, obs_dim), dtype=np.float32), torch.zeros(num_envs, row_dim)
     size = torch.ones((), dtype=torch.int64, device=device)
     columns = np.cumsum([obs_dim, action_dim, 1, 1])
     row_obs, row_actions, row_rewards, row_terminated, row_next_obs = np.split(row.numpy(), columns, axis=1)
@@ -536,14 +537,14 @@ if __name__ == "__main__":
     if checkpoint:
         size.fill_(min(global_step, capacity))
         restore(tensors | ({"buffer": buffer[:size]} if args.resume else {}), checkpoint.pop("state"))
-    last = global_step >= args.total_timesteps or args.evaluate is not None
+    first_update, last = updates, global_step >= args.total_timesteps or args.evaluate is not None
     logger = Logger(args, checkpoint["folder"] if args.resume else None, global_step, episodes, trains=not last)
     if args.capture_video and not last:
         videos = logger.folder / "videos" / (f"from_step_{global_step}" if args.resume else "")
         envs.envs[0] = gym.wrappers.RecordVideo(envs.envs[0], str(videos), disable_logger=True)
     noise_seed, *env_seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(1 + num_envs).tolist()
     envs.action_space.seed(noise_seed)
-    row_obs[:] = envs.reset(seed=env_seeds)[0].reshape(num_envs, obs_dim)
+    obs[:] = envs.reset(seed=env_seeds)[0].reshape(num_envs, obs_dim)
 
     stopping, eval_returns, startup_seconds = [], [], None
     with closing(logger), suppress(KeyboardInterrupt):
@@ -570,7 +571,7 @@ if __name__ == "__main__":
         if (args.compile or cudagraphs) and not last:
             saved = {name: tensor.clone() for name, tensor in tensors.items()}
             for _ in range(6):
-                act(row[:, :obs_dim].to(device))
+                act(torch.from_numpy(obs).to(device))
                 for kind in kinds:
                     update(*kind)
             restore(tensors, saved)
@@ -584,15 +585,14 @@ if __name__ == "__main__":
             else:
                 if updates == first_update:
                     logger.start = global_step, time.perf_counter()  # SPS counts from the first step that learns
-                obs = row[:, :obs_dim].to(device, non_blocking=True)
-                actions = act(obs).cpu().numpy()  # sync: the environments need the actions
+                actions = act(torch.from_numpy(obs).to(device, non_blocking=True)).cpu().numpy()  # sync: actions are due
                 owed += min(num_envs, global_step - args.learning_starts) * args.updates_per_step
 
             while owed > 0:
                 update(updates % policy_frequency == 0)
                 updates, owed = updates + 1, owed - 1
 
-            row_actions[:] = actions  # before an environment changes them in place
+            row_obs[:], row_actions[:] = obs, actions  # before an environment changes them in place
             next_obs, rewards, terminated, truncated, infos = envs.step(actions.reshape(envs.action_space.shape))
             global_step += num_envs
             done = terminated | truncated
@@ -603,10 +603,10 @@ if __name__ == "__main__":
                 row_next_obs[done] = np.stack(infos["final_obs"][done]).reshape(-1, obs_dim)
             logger.count(global_step, rewards, done, row_next_obs)
             position = (global_step - num_envs) % capacity
-            buffer[position : position + num_envs].copy_(row, non_blocking=True)
+            buffer[position : position + num_envs].copy_(row, non_blocking=global_step > args.learning_starts)
             if global_step <= capacity:
                 size.fill_(global_step)
-            row_obs[:] = next_obs.reshape(num_envs, obs_dim)
+            obs[:] = next_obs.reshape(num_envs, obs_dim)
 
             last = bool(stopping) or global_step >= args.total_timesteps
             if last or global_step % args.log_every < num_envs:
