@@ -58,6 +58,8 @@ class Job:
     """threads of PyTorch, by default its own choice"""
     gpu: str | None = None
     """the GPU to use, as CUDA_VISIBLE_DEVICES names it, "" for none; by default what the process was given"""
+    sharing: int = 1
+    """how many runs at a time there are on that GPU"""
     owner: int | None = None
     """the process of the sweep, of which this one is a grandchild, and with whose end the run is to end"""
     lock: Path | None = None
@@ -292,7 +294,7 @@ def run_job(job: Job) -> None:
             curve |= {"gpu_seconds": gpu_seconds, "gpu_utilization": gpu_utilization}
             threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else None
             outcome |= {"status": "ok", "cold_start": cold_start, "threads": threads, **gpu.totals(training_seconds(summary))}
-            outcome |= {"summary": summary, "curve": curve}
+            outcome |= {"runs_per_gpu": job.sharing, "summary": summary, "curve": curve}
             job.cache.mkdir(parents=True, exist_ok=True)
             (job.cache / "warm").touch()
         new = job.folder / "outcome.json.new"

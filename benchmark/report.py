@@ -71,8 +71,8 @@ def busy_per_million(line: dict) -> float:
 
 
 def machine_of(line: dict) -> tuple:
-    """What tells machines apart."""
-    return tuple(line["hardware"].get(key) for key in ("cpu", "cores", "gpu"))
+    """What tells machines apart, and runs that had a GPU to themselves from those that shared it."""
+    return (*(line["hardware"].get(key) for key in ("cpu", "cores", "gpu")), line.get("runs_per_gpu", 1))
 
 
 def machines(lines: list[dict]) -> list[list[dict]]:
@@ -86,14 +86,15 @@ def machines(lines: list[dict]) -> list[list[dict]]:
 
 def machine(lines: list[dict]) -> str:
     """What the runs of one machine were made with: one line, with all versions where runs differ."""
-    cpu, cores, gpu = machine_of(lines[0])
+    cpu, cores, gpu, sharing = machine_of(lines[0])
     versions: dict[str, set[str]] = {}
     for line in lines:
         for package, version in line["versions"].items():
             versions.setdefault(package, set()).update([version] if version else [])
     packages = [f"{package} {'/'.join(sorted(found))}" for package, found in versions.items() if found]
     commits = sorted({line["git_commit"][:7] for line in lines if line.get("git_commit")})
-    made_with = [f"{cpu}, {cores} cores", gpu or "no GPU", ", ".join(packages)]
+    shared = f", {sharing} runs at a time on it, each with its share of the cores" if sharing > 1 else ""
+    made_with = [f"{cpu}, {cores} cores", f"{gpu}{shared}" if gpu else "no GPU", ", ".join(packages)]
     return "; ".join([*made_with, *([f"commit {', '.join(commits)}"] if commits else [])])
 
 
@@ -243,7 +244,7 @@ def label(mode: str) -> str:
 
 def below(lines: list[dict]) -> str:
     """The machine, short enough to stand below a plot."""
-    cpu, cores, gpu = machine_of(lines[0])
+    cpu, cores, gpu, _ = machine_of(lines[0])
     torch = "/".join(sorted({line["versions"].get("torch") or "" for line in lines} - {""}))
     return f"{cpu}, {cores} cores; {gpu or 'no GPU'}; torch {torch}"
 

@@ -117,6 +117,8 @@ class Args:
     """the sweep's folder, by default sweeps/<profile>-<commit>"""
     workers: int = 1
     """runs at a time, each with its share of the cores and a GPU; 1 by default"""
+    runs_per_gpu: int = 1
+    """so many runs at a time on each of these GPUs: small networks leave one idle"""
     time_limit: float | None = None
     """minutes after which a run counts as hanging"""
     cluster: str = "local"
@@ -171,11 +173,13 @@ def check_args(args: Args) -> None:
         for value in (given,) if isinstance(given, str) else given:
             if value not in known:
                 refuse(f"--{name} takes {', '.join(known)}; got {value}")
-    least = {"workers": 1, "total_timesteps": 1, "time_limit": 0.01, "gpus_per_job": 0, "cores_per_job": 1}
+    least = {"workers": 1, "runs_per_gpu": 1, "total_timesteps": 1, "time_limit": 0.01, "gpus_per_job": 0, "cores_per_job": 1}
     for name, low in least.items():
         value = getattr(args, name)
         if value is not None and not (low <= value < float("inf")):
             refuse(f"--{name.replace('_', '-')} takes a number from {low}, got {value}")
+    if args.runs_per_gpu > 1 and args.cluster == "slurm":
+        refuse("--runs-per-gpu takes 1 on Slurm, which gives each run GPUs of its own")
     if args.peers and not os.access(args.peers, os.X_OK):
         refuse(f"--peers takes a Python interpreter, got {args.peers}")
     if not args.peers and set(args.modes or ()) & set(PEERS):
@@ -231,8 +235,11 @@ def select(args: Args, gpus: list[str]) -> list[Run]:
     return list(dict.fromkeys(runs))
 
 
-def core_shares(workers: int) -> list[tuple[int, ...]]:
-    """The cores of each worker: as many for each, and the threads of one physical core together; where not known, none."""
+def core_shares(workers: int, flags: str) -> list[tuple[int, ...]]:
+    """The cores of each worker: as many for each, and the threads of one physical core together; where not known, none.
+
+    Where there are too few, refuses the flags that ask for so many workers.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return [()] * workers
 
@@ -242,7 +249,7 @@ def core_shares(workers: int) -> list[tuple[int, ...]]:
 
     cores = sorted(os.sched_getaffinity(0), key=lambda core: (first_sibling(core), core))
     if workers > len(cores):
-        refuse(f"--workers takes a number from 1 to {len(cores)}, the cores at hand, got {workers}")
+        refuse(f"{flags} is {workers} runs at a time, and there are {len(cores)} cores")
     share = len(cores) // workers
     return [tuple(cores[index * share : (index + 1) * share]) for index in range(workers)]
 
@@ -337,9 +344,13 @@ class Sweep:
         self.results_file, self.curves_file = folder / "results.jsonl", folder / "curves.jsonl"
         self.slurm = args.cluster == "slurm"
         self.time_limit = 60 * (args.time_limit or PROFILES[args.profile].time_limit)
-        self.cores = [] if self.slurm else core_shares(args.workers)
+        self.workers = args.workers * args.runs_per_gpu
         if not self.slurm and self.gpus and args.workers > len(self.gpus):
             refuse(f"--workers takes a number from 1 to {len(self.gpus)}, the GPUs at hand, got {args.workers}")
+        if args.runs_per_gpu > 1 and not self.gpus:
+            refuse(f"--runs-per-gpu takes 1 where there is no GPU, got {args.runs_per_gpu}")
+        flags = f"--workers {args.workers}" + (f" --runs-per-gpu {args.runs_per_gpu}" if args.runs_per_gpu > 1 else "")
+        self.cores = [] if self.slurm else core_shares(self.workers, flags)
         self.executor = self.make_executor()
         self.identity = describe(folder, args.profile)
         self.seconds: dict[tuple[str, str], list[float]] = {}  # that runs of a script and mode took
@@ -450,7 +461,7 @@ class Sweep:
         if shutil.disk_usage(self.folder).free < LEAST_FREE:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         taken = {attempt.place for attempt in self.running.values()}
-        places = [0] * len(runs) if self.slurm else [place for place in range(self.args.workers) if place not in taken]
+        places = [0] * len(runs) if self.slurm else [place for place in range(self.workers) if place not in taken]
         jobs = [self.prepare(run, place) for run, place in zip(runs, places[: len(runs)], strict=True)]
         with deaf_to_ctrl_c():
             with self.executor.batch():
@@ -471,9 +482,11 @@ class Sweep:
         if self.slurm:
             return replace(job, threads=self.args.cores_per_job)
         # One at a time has all cores, and PyTorch's choice of threads, to itself.
-        job = replace(job, threads=len(self.cores[place]) or None) if self.args.workers > 1 else job
-        gpu = self.gpus[place] if self.gpus else ""  # a GPU that PyTorch cannot use is none of the run's
-        return replace(job, cores=self.cores[place], gpu=gpu, owner=os.getpid(), lock=self.folder / "running.lock")
+        job = replace(job, threads=len(self.cores[place]) or None) if self.workers > 1 else job
+        # Those that share a GPU are apart, so that few runs have one each. One that PyTorch cannot use is none of the run's.
+        gpu = self.gpus[place % self.args.workers] if self.gpus else ""
+        job = replace(job, cores=self.cores[place], gpu=gpu, sharing=self.args.runs_per_gpu)
+        return replace(job, owner=os.getpid(), lock=self.folder / "running.lock")
 
     def has_ended(self, attempt: Attempt) -> bool:
         """Whether a job has left this machine, or the cluster, as far as that has been heard of."""
@@ -508,7 +521,7 @@ class Sweep:
     def run(self) -> None:
         """Do all that is missing."""
         while self.queue or self.running:
-            free = len(self.queue) if self.slurm else self.args.workers - len(self.running)
+            free = len(self.queue) if self.slurm else self.workers - len(self.running)
             if self.queue and free > 0:
                 self.submit([self.queue.popleft() for _ in range(min(free, len(self.queue)))])
             self.show()
@@ -542,7 +555,7 @@ class Sweep:
 
         now = time.monotonic()
         going = [max(0.0, estimate(run) - (now - attempt.start)) for run, attempt in self.running.items()]
-        return (sum(map(estimate, self.queue)) + sum(going)) / max(1, min(self.args.workers, len(self.queue) + len(going)))
+        return (sum(map(estimate, self.queue)) + sum(going)) / max(1, min(self.workers, len(self.queue) + len(going)))
 
     def describe_running(self) -> str:
         """The runs that are going on, with how far they are, and what Slurm says of those that wait."""

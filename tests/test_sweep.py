@@ -13,6 +13,7 @@ import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmark"))
+import report
 import results
 import sweep
 from slurm import SlurmUnavailable, slurm_cluster, wait_until
@@ -582,3 +583,30 @@ def test_curves_that_do_not_fit_the_format_are_refused(tmp_path, change):
     results.check_curve(curve)
     with pytest.raises(ValueError):
         results.check_curve(curve | change)
+
+
+def test_runs_share_a_gpu(house):
+    """One that is pretended: the sweep asks PyTorch for their number, and nothing else."""
+    (house.path / "torch.py").write_text("class cuda:\n    device_count = staticmethod(lambda: 1)\n")
+    pretended = os.environ | {"PYTHONPATH": str(house.path), "CUDA_VISIBLE_DEVICES": "0"}
+    cores = len(os.sched_getaffinity(0))
+    for seed in range(2):
+        house.tell(seed, "wait!")
+    (house.leanrl / "hold").touch()
+    process = house.start("--runs-per-gpu", "2", seeds=2, env=pretended)
+    house.wait_for_starts(2)  # neither has ended
+    (house.leanrl / "hold").unlink()
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert [line.split()[2:] for line in house.starts()] == [[str(cores // 2)] * 2] * 2
+    assert [line["runs_per_gpu"] for line in house.lines()] == [2, 2]
+    on_one = [line | {"hardware": line["hardware"] | {"gpu": "NVIDIA Pretended"}} for line in house.lines()]
+    alone = [line | {"runs_per_gpu": 1} for line in on_one]
+    assert "NVIDIA Pretended, 2 runs at a time on it" in report.speed_table(on_one)
+    assert len(report.machines(on_one + alone)) == 2  # no table of both
+    for args, told in ((("--workers", "2"), "--workers takes"), (("--runs-per-gpu", str(cores + 1)), "cores")):
+        refused = house.sweep(*args, env=pretended)
+        assert refused.returncode == 2
+        assert told in refused.stderr
+    refused = house.sweep("--runs-per-gpu", "2", env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert "where there is no GPU" in refused.stderr
