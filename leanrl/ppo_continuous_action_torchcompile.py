@@ -61,14 +61,14 @@ class Args:
     capture_video: bool = False  # record videos of the first environment under runs/<run>/videos
     save_model: bool = False  # write a checkpoint at the end
     checkpoint_every: int | None = None  # agent steps between two checkpoints, of which the newest two are kept
-    resume: Path | None = None  # go on with the run of this checkpoint; of a folder, its newest
-    evaluate: Path | None = None  # do not train, evaluate this checkpoint; of a folder, its newest
-    eval_episodes: int | None = None  # evaluate the agent at the end, over so many episodes; 10 with --evaluate
+    resume: Path | None = None  # go on with the run of this checkpoint, or of the newest in this folder
+    evaluate: Path | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
+    eval_episodes: int | None = None  # how many episodes to evaluate the agent over at the end; 10 with --evaluate
     compile: bool = False  # compile the policy, the preparation of the batch and the gradient step with torch.compile
     cudagraphs: bool = False  # capture the policy, the preparation of the batch and the gradient step as CUDA graphs
 
     env_id: str = "HalfCheetah-v4"  # the id of the environment: any with Box observations and Box actions
-    total_timesteps: int = 1_000_000  # agent steps in all, over all environments; it ends where no whole rollout is left
+    total_timesteps: int = 1_000_000  # agent steps in all, over all environments; a rollout beyond them is left out
     learning_rate: float = 3e-4  # the learning rate at the start
     num_envs: int = 1  # the number of parallel environments
     num_steps: int = 2048  # the steps of each environment in a rollout
@@ -130,8 +130,8 @@ def make_env(args: Args, film: bool = False) -> gym.Env:
     except Exception as error:  # an environment may raise anything
         refuse(f"--env-id{' --capture-video' if film else ''}: cannot make {args.env_id}: {type(error).__name__}: {error}")
     seen, acts = env.observation_space, env.action_space
-    real = isinstance(acts, gym.spaces.Box) and np.issubdtype(acts.dtype, np.floating)
-    if not (isinstance(seen, gym.spaces.Box) and real and (acts.low < acts.high).all()):
+    boxes = isinstance(seen, gym.spaces.Box) and isinstance(acts, gym.spaces.Box) and np.issubdtype(acts.dtype, np.floating)
+    if not (boxes and (acts.low < acts.high).all()):
         refuse(f"--env-id takes Box observations and Box actions of real numbers, {args.env_id} has {seen} and {acts}")
     return env
 
@@ -285,7 +285,7 @@ def explained_variance(values: Tensor, returns: Tensor, valid: Tensor) -> Tensor
 
 
 def adam_tensors(name: str, params: dict[str, Tensor], optimizer: optim.Adam) -> dict[str, Tensor]:
-    """Zero moments and step counts of Adam for named parameters, made ahead; returns all by names that checkpoints know."""
+    """Make Adam's moments and step counts ahead, of zeros; returns all by name, such as actor.exp_avg.fc1.weight."""
     for param in params.values():
         moments = {kind: torch.zeros_like(param) for kind in ("exp_avg", "exp_avg_sq")}
         optimizer.state[param] = moments | {"step": torch.zeros((), device=param.device)}
@@ -295,11 +295,11 @@ def adam_tensors(name: str, params: dict[str, Tensor], optimizer: optim.Adam) ->
 
 # [fast 2] Adam is part of the graph of the gradient step, and one operation for a whole network, as is a target's step.
 class Flat(nn.Module):
-    """A network whose parameters are views of one tensor, `params`, as what Adam has of them is of others in `state`."""
+    """A network whose parameters are views of one flat tensor, `params`; Adam's moments and counts are, too, in `state`."""
 
     def __init__(self, name: str, network: nn.Module, tensors: dict[str, Tensor]):
         super().__init__()
-        # Sizes that 16 divides come first, so that none puts the next out of alignment. A list hides a network's parameters.
+        # Sizes that 16 divides come first, and keep the next aligned. nn.Module does not look for parameters in lists.
         named = sorted(network.requires_grad_(False).named_parameters(), key=lambda item: item[1].numel() % 16 != 0)
         self.network, self.shapes, self.state = [network], {key: param.shape for key, param in named}, {}
         for kind in ("params", "exp_avg", "exp_avg_sq", "step"):
@@ -339,15 +339,16 @@ class Logger:
         self.returns, self.lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=np.int64)
         name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         try:
+            Path("runs").mkdir(exist_ok=True)
             for number in range(1, 10**9) if folder is None else ():
                 with suppress(FileExistsError):  # of a run that started in the same second
                     folder = Path("runs", name if number == 1 else f"{name}_{number}")
-                    folder.mkdir(parents=True)
+                    folder.mkdir()
                     break
             self.folder, self.lock = folder, FileLock(folder / ".lock")
             self.lock.acquire(blocking=False)
-        except OSError as error:
-            refuse(f"{folder}: {'another run is at work there' if isinstance(error, Timeout) else error.strerror}")
+        except (OSError, NotImplementedError) as error:
+            refuse(f"{folder or 'runs'}: {'another run is at work there' if isinstance(error, Timeout) else error}")
         if args.track:
             run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name, "resume": "allow"}
             try:
@@ -357,16 +358,16 @@ class Logger:
             except Exception as error:  # such as a missing login
                 refuse(f"--track cannot start Weights & Biases: {error}")
         self.writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume and trains else None)  # later logs go
-        rows = [f"|{key}|{value}|" for key, value in {"param": "value", "-": "-", **asdict(args)}.items()]
-        self.writer.add_text("hyperparameters", "\n".join(rows))
+        rows = {"param": "value", "-": "-", **asdict(args)}.items()
+        self.writer.add_text("hyperparameters", "\n".join(f"|{key}|{value}|" for key, value in rows))
         self.bar = tqdm(total=args.total_timesteps, initial=step, unit="step", dynamic_ncols=True, disable=not trains)
 
     def count(self, step: int, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid: np.ndarray | int = 1) -> None:
-        """Add a `valid` step of each environment to its episode, which ends if `done`; numbers not finite end the run."""
+        """Add a step of each environment, where `valid` is 1, to its episode, which ends if `done`; all have to be finite."""
         for array in (rewards, *obs):
             if not math.isfinite(np.vdot(array, array)):  # 0.4 us; np.isfinite(array).all() takes 1.6
                 for index, *_ in np.argwhere(~np.isfinite(array)):
-                    raise SystemExit(f"{Path(__file__).name}: error: environment {index} gave no finite number at step {step}")
+                    raise SystemExit(f"{Path(__file__).name}: error: environment {index}, step {step}: a number is not finite")
         self.returns += rewards
         self.lengths += valid
         if done.any():
@@ -374,7 +375,7 @@ class Logger:
             self.returns[done], self.lengths[done] = 0, 0
 
     def log(self, step: int, metrics: dict[str, Tensor], **charts: float) -> None:
-        """Write new episodes, the means of metrics, and charts. A number that is not finite ends the run."""
+        """Write new episodes, the means of metrics, and charts. A metric that is not finite ends the run."""
         values = torch.stack([metric.mean() for metric in metrics.values()]).tolist() if metrics else []  # sync: one for all
         self.sps = (step - self.start[0]) / (time.perf_counter() - self.start[1])
         scalars = [(f"losses/{name}", value, step) for name, value in zip(metrics, values, strict=True)]
@@ -385,7 +386,7 @@ class Logger:
         for name, value, at in scalars:
             with suppress(OSError):  # a full disk ends the log, as the writer tells, but not the training
                 self.writer.add_scalar(name, value, at)
-            if not math.isfinite(value):
+            if name.startswith("losses/") and not math.isfinite(value):
                 raise SystemExit(f"{Path(__file__).name}: error: {name} is {value} at step {at}")
         recent = f", return {np.mean([value for _, value, _ in self.episodes[-10:]]):.1f}" if self.episodes else ""
         self.bar.set_postfix_str(f"SPS {self.sps:.0f}{recent}", refresh=False)
@@ -409,7 +410,7 @@ class Logger:
         returns = [value for _, value, _ in self.episodes]
         for name, values in {"episodic_return": returns[-100:], "episodic_return_10": returns[-10:]}.items():
             measured[name] = float(np.mean(values)) if values else None
-        summary = asdict(self.args) | {"script": Path(__file__).stem, "sps": self.sps, "episodes": len(returns)} | measured
+        summary = {"script": Path(__file__).stem} | asdict(self.args) | {"sps": self.sps, "episodes": len(returns)} | measured
         summary = json.loads(json.dumps(summary, default=str), parse_constant=lambda _: None)  # JSON has no infinity
         try:
             print(json.dumps(summary), flush=True)
@@ -418,7 +419,7 @@ class Logger:
 
 
 def stop_when_asked(asked: list[int], first: str | None = None) -> None:
-    """Have Ctrl+C, SIGTERM and the end of the terminal noted, and the run interrupted; the second time at once."""
+    """Have Ctrl+C, SIGTERM and SIGHUP add their number to `asked`, and interrupt, unless something is to end `first`."""
 
     def note(number: int, _) -> None:
         asked.append(number)
@@ -440,26 +441,27 @@ def identity(args: Args) -> dict:
 
 
 def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[str, Tensor]) -> None:
-    """Write <run>/<step>.pt if one is due, whole or not at all; `progress` begins with the step, `last` ends the run.
+    """Write <run>/<step>.pt if it is due or the run at its `last` step, whole or not at all; `progress` begins with the step.
 
-    Only the one before it is kept of those that the run is beyond. A full disk is warned of. A number not finite ends the run.
+    Keeps the one saved before. Only warns where the disk is full. A number that is not finite is not saved, and ends the run.
     """
     args, step, previous = logger.args, progress[0], logger.saved_step
-    if not (last and (args.save_model or args.checkpoint_every)) and step - previous < (args.checkpoint_every or math.inf):
+    due = step - previous >= (args.checkpoint_every or math.inf)
+    if not due and not (last and (args.save_model or args.checkpoint_every)):
         return
-    # Through NumPy, because a slice of a tensor would be saved with all that it is a slice of.
-    state = {name: torch.from_numpy(tensor.detach().cpu().numpy()) for name, tensor in tensors.items()}  # sync
-    for name, tensor in state.items():
-        if not tensor.isfinite().all():
-            raise SystemExit(f"{Path(__file__).name}: error: {name} is not finite at step {step}")
     path, new, logger.saved_step = logger.folder / f"{step}.pt", logger.folder / "checkpoint.new", step
     try:
+        # Through NumPy, because a slice of a tensor would be saved with all that it is a slice of.
+        state = {name: torch.from_numpy(tensor.detach().cpu().numpy()) for name, tensor in tensors.items()}  # sync
+        for name, tensor in state.items():
+            if not torch.stack(tensor.aminmax()).isfinite().all():  # 16 ms for a buffer where isfinite() takes 1.2 s
+                raise SystemExit(f"{Path(__file__).name}: error: {name} is not finite at step {step}")
         with suppress(OSError):
             logger.writer.flush()  # so that curves have no gap
         torch.save({"identity": identity(args), "progress": progress, "state": state}, new)
         new.replace(path)
         for other in logger.folder.glob("*.pt"):
-            if other.stem.isdecimal() and previous != int(other.stem) < step:
+            if other.stem.isdecimal() and int(other.stem) < step and int(other.stem) != previous:
                 other.unlink()
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
@@ -468,13 +470,13 @@ def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[st
 
 
 def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
-    """Read the checkpoint to resume or evaluate, executing nothing; tells arguments that differ, and which are `ignored`."""
+    """Read the checkpoint to resume or evaluate; nothing in it is executed. Tells arguments that differ or are `ignored`."""
     flag, path = ("--resume", args.resume) if args.resume else ("--evaluate", args.evaluate)
-    newest = max((file for file in path.glob("*.pt") if file.stem.isdecimal()), key=lambda file: int(file.stem), default=path)
+    newest = max(path.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns, default=path)
     try:
-        with warnings.catch_warnings(action="ignore"):  # of what is no checkpoint
+        with warnings.catch_warnings(action="ignore"):  # if it is none
             checkpoint = torch.load(newest, map_location="cpu", weights_only=True)
-        old, now = checkpoint.pop("identity"), identity(args)
+        old, now = checkpoint.pop("identity", checkpoint), identity(args)
         for name in ("format", "algorithm", "env_id", *(["num_envs", "seed"] if args.resume else [])):
             if old[name] != now[name]:
                 refuse(f"{flag} takes a checkpoint of {name} {now[name]}, {newest} has {old[name]}")
@@ -523,8 +525,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # small networks: 1.06 times the steps/s with one environment, 0.90 with 64
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     torch.manual_seed(args.seed)
-    if args.compile and device.type == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):  # [fast 1]
+    if args.compile and device.type == "cpu" and os.name == "posix" and not shutil.which(os.getenv("CXX", "g++")):  # [fast 1]
         refuse("--compile needs a C++ compiler such as g++, or one that CXX names")
+    cudagraphs = args.cudagraphs and device.type == "cuda"  # [fast 4]
 
     checkpoint = load_checkpoint(args, ignored=("exp_name",)) if args.resume or args.evaluate else {}
     global_step, updates, episodes = checkpoint["progress"] if args.resume else (0, 0, [])
@@ -632,7 +635,7 @@ if __name__ == "__main__":
     rollout_returns = np.zeros((num_steps, num_envs))
 
     stopping, eval_returns, startup_seconds = [], [], None
-    with closing(logger), suppress(KeyboardInterrupt):
+    with closing(envs), closing(logger), suppress(KeyboardInterrupt, BrokenPipeError):
         stop_when_asked(stopping)
         # [fast 1] The policy, the preparation of the batch and the gradient step are one graph each. Measured: 1.85 times.
         if args.compile:
@@ -640,7 +643,6 @@ if __name__ == "__main__":
             torch._dynamo.config.trace_autograd_ops = True  # [fast 2] the gradient, too, without a break
             act, prepare, update = (torch.compile(function, fullgraph=True) for function in (act, prepare, update))
         # [fast 4] A captured graph is launched at once. Gain: to be measured.
-        cudagraphs = args.cudagraphs and device.type == "cuda"
         if cudagraphs:
             logging.getLogger("tensordict").setLevel(logging.WARNING)
             act, prepare, update = (CudaGraphModule(function, warmup=5, device=device) for function in (act, prepare, update))
@@ -655,6 +657,8 @@ if __name__ == "__main__":
                 prepare()
                 update(torch.arange(minibatch_size, device=device))
             restore(tensors, saved)
+            if device.type == "cuda":
+                torch.cuda.synchronize()  # sync, once: SPS counts from here
         stop_when_asked(stopping, first="this rollout and what is learnt from it")
         torch.manual_seed(noise_seed)
         startup_seconds = time.perf_counter() - start_time
@@ -711,8 +715,7 @@ if __name__ == "__main__":
             logger.bar.close()
             stop_when_asked(stopping)
             eval_returns.extend(evaluate(args, logger.folder, best_action))
-    stop_when_asked(stopping, first="the end of the logs")
-    envs.close()
+        stop_when_asked(stopping, first="the end of the logs")
     measured = {"total_timesteps": global_step, "updates": updates, "device": device.type, "eval_returns": eval_returns}
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}
     measured["peak_device_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else None
