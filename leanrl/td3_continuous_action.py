@@ -14,7 +14,8 @@ Twin:  leanrl/td3_continuous_action_torchcompile.py computes the same, compiled 
 Deviations from the paper; the first is CleanRL's and that of the authors' later code:
 - networks of 256 and 256 units, batches of 256, learning rate 3e-4 and 25,000 random steps (paper: 400 and 300, 100, 1e-3,
   10,000);
-- noise, clipping and what the critics see are in units of each action's half width, and actions are clipped to each action's own bounds;
+- noise and clipping are in units of each action's half width, as is what the critics see; actions are clipped to each action's
+  own bounds;
 - the gradient steps run between choosing the actions and stepping the environments, so that a GPU learns while the CPU
   simulates: they see the buffer up to the previous transition.
 """
