@@ -292,11 +292,11 @@ class Logger:
         except OSError as error:
             refuse(f"{folder}: {'another run is at work there' if isinstance(error, Timeout) else error.strerror}")
         if args.track:
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name, "id": folder.name[-64:]}
             try:
                 import wandb
 
-                wandb.init(name=folder.name, id=folder.name[-64:], resume="allow", **names, sync_tensorboard=True, save_code=True)
+                wandb.init(**names, config=asdict(args), resume="allow", sync_tensorboard=True, save_code=True)
             except Exception as error:  # such as a missing login
                 refuse(f"--track cannot start Weights & Biases: {error}")
         self.writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume and trains else None)  # later logs go
