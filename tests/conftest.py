@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch._inductor.config
 from envs import ScriptedGames
 
 # Two threads that meet after each tiny operation are fifty times slower where another process keeps the cores busy.
@@ -26,6 +28,9 @@ ROOT = TESTS.parent
 LEANRL = ROOT / "leanrl"
 SCRIPTS = sorted(path.stem for path in LEANRL.glob("*.py") if not path.stem.endswith("_torchcompile"))
 TWINS = [f"{name}_torchcompile" for name in SCRIPTS]
+
+
+get_handler, set_handler = signal.getsignal, signal.signal  # a test may put others in their place
 
 
 @cache
@@ -49,14 +54,19 @@ SHORT |= dict.fromkeys(ON_POLICY, (*ROLLOUTS, "--total-timesteps", "300"))
 def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> dict:
     """Train in this process, on the CPU unless `cuda`; returns all globals of the script.
 
-    It runs in the directory, by default a temporary one.
+    It runs in the directory, by default a temporary one. Signals mean afterwards what they did before.
 
     A script that exits with a status other than 0 raises SystemExit here.
     """
     path = str(LEANRL / f"{name}.py")
     argv = [path, *map(str, args), "--cuda" if cuda else "--no-cuda"]
+    handlers = {number: get_handler(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     with TemporaryDirectory() as temporary, chdir(directory or temporary), patch.object(sys, "argv", argv):
-        return runpy.run_path(path, run_name="__main__")
+        try:
+            return runpy.run_path(path, run_name="__main__")
+        finally:
+            for number, handler in handlers.items():
+                set_handler(number, handler)
 
 
 def scripted_world(name: str) -> tuple[str, str]:
@@ -98,28 +108,43 @@ def changed(name: str, passage: str, other: str) -> Iterator[None]:
         yield
 
 
+def first_actions(result: dict) -> torch.Tensor:
+    """The actions of the first ten steps in the scripted world, which rounding in gradient steps has hardly changed."""
+    envs = result["envs"]
+    given = [env.unwrapped.actions[:10] for env in envs.envs] if hasattr(envs, "envs") else envs.actions[:10]
+    return torch.tensor(np.array(given))
+
+
 def resume_with_warm_up(script: str, *flags, directory: Path, **options) -> None:
     """Train the eager script and go on with the twin and these flags.
 
-    Checks that compiling, warm-up and capture have left what was loaded, random states included, and that it learns on.
+    Checks that compiling, warm-up and capture have left what was loaded, that it learns on, and that it draws the numbers
+    that the eager script draws when that goes on.
     """
     before = play(script, *SHORT[script], "--save-model", directory=directory, **options)
     [path] = directory.glob("runs/*/*.pt")
-    saved = torch.load(path, map_location="cpu", weights_only=True)
-    state, rng = {}, []
+    saved = torch.load(path, map_location="cpu", weights_only=True)["state"]
+    loaded, seeds, seed_all = [], [], torch.manual_seed
 
-    def look(*_) -> None:
-        """In place of signal.signal, which a script calls before it compiles, `at_once`, and before the first step."""
-        frame = sys._getframe(1)
-        if not frame.f_locals["at_once"] and not state:
-            state.update({name: tensor.detach().cpu().clone() for name, tensor in frame.f_globals["tensors"].items()})
-            rng.extend([torch.get_rng_state(), *([torch.cuda.get_rng_state()] if options.get("cuda") else [])])
+    def look(seed: int) -> torch.Generator:
+        """In place of torch.manual_seed, which a script calls when it starts and right before the first step."""
+        names = sys._getframe(1).f_globals
+        if "tensors" in names:
+            tensors = names["tensors"] | ({"buffer": names["buffer"][: names["size"]]} if "buffer" in saved else {})
+            loaded.append({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()})
+            seeds.append(seed)
+        return seed_all(seed)
 
-    steps = (*SHORT[script][:-1], str(2 * int(SHORT[script][-1])))
-    with patch("signal.signal", look):
-        after = play(f"{script}_torchcompile", *steps, *flags, "--resume", path, directory=directory, **options)
-    torch.testing.assert_close(state, {name: saved["state"][name] for name in state}, rtol=0, atol=0)
-    torch.testing.assert_close(rng, saved["rng"], rtol=0, atol=0)
+    def go_on(name: str, *args) -> dict:
+        steps = (*SHORT[script][:-1], str(2 * int(SHORT[script][-1])))
+        with patch("torch.manual_seed", look), torch._inductor.config.patch(fallback_random=True):
+            return play(name, *steps, *args, "--resume", path, directory=directory, **options)
+
+    eager = go_on(script, *(flag for flag in flags if flag not in ("--compile", "--cudagraphs")))
+    after = go_on(f"{script}_torchcompile", *flags)
+    torch.testing.assert_close(loaded, [saved, saved], rtol=0, atol=0)
+    assert seeds[0] == seeds[1]
+    torch.testing.assert_close(first_actions(after), first_actions(eager), rtol=1e-3, atol=1e-3)
     assert after["updates"] > before["updates"]
     assert all(torch.isfinite(loss).all() for loss in after["losses"].values())
 
@@ -132,12 +157,6 @@ def rendering() -> dict[str, str]:
     if subprocess.run([sys.executable, "-c", probe], env=os.environ | variable, capture_output=True).returncode:
         pytest.skip("MUJOCO_GL=egl does not render here")
     return variable
-
-
-def profile_table(printed: str) -> dict[str, float]:
-    """The shares, in percent, that a script has printed for --profile, by name."""
-    table = [line for line in printed.splitlines() if line.endswith("under the profiler")]
-    return {line[:24].strip(): float(line.split("us a step")[1].split("%")[0]) for line in table}
 
 
 def commit(folder: Path) -> str:
@@ -169,12 +188,10 @@ def cli(name: str, *args, env: dict[str, str] | None = None, **options) -> subpr
 
 
 def numbers(globals_: dict) -> dict[str, torch.Tensor]:
-    """What a run computed: its buffers, latest losses and parameters by name, as detached tensors."""
-    modules = {name: value for name, value in globals_.items() if isinstance(value, torch.nn.Module)}
-    found = {f"{name}.{key}": value for name, module in modules.items() for key, value in module.state_dict().items()}
-    found |= {f"losses.{name}": value for name, value in globals_["losses"].items()}
-    found |= {name: globals_[name].detach() for name in ("buffer", "batch", "log_alpha") if name in globals_}
-    return found
+    """What a run computed: its buffers, latest losses, and all that a checkpoint has of its networks, as detached tensors."""
+    found = {f"losses.{name}": value for name, value in globals_["losses"].items()}
+    found |= {name: globals_[name] for name in ("buffer", "batch") if name in globals_}
+    return {name: value.detach() for name, value in (found | globals_["tensors"]).items()}
 
 
 def assert_same_numbers(first: dict, second: dict, rtol: float = 1e-3, atol: float = 1e-4) -> None:

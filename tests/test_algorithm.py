@@ -1,6 +1,8 @@
 """The pure functions of the scripts against slow, obvious references."""
 
+import copy
 import math
+from inspect import signature
 from types import SimpleNamespace
 
 import numpy as np
@@ -115,11 +117,11 @@ def test_critic_is_two_stacks(script):
     torch.testing.assert_close(critic(obs, actions), expected)
 
 
-@each_script("first_value")
-def test_first_value_is_that_of_the_first_critic(script):
+@each_script("smooth")
+def test_first_critic_alone_is_that_of_both(script):
     critic = script["Critic"](5, 2, CPU)
     obs, actions = torch.randn(9, 5), torch.randn(9, 2)
-    torch.testing.assert_close(script["first_value"](critic, obs, actions), critic(obs, actions)[0])
+    torch.testing.assert_close(critic(obs, actions, first_only=True), critic(obs, actions)[0])
 
 
 @squashed
@@ -432,31 +434,159 @@ def test_explained_variance(script, ppo):
     assert script["explained_variance"](ppo.values, torch.ones(7), VALID).isfinite()
 
 
+# ---- Flat networks ---------------------------------------------------------------------------------------------------
+@pytest.fixture(
+    params=[(name, kind) for name in TWINS for kind in ("Actor", "Critic", "Agent") if kind in load(name)], ids="-".join
+)
+def flat(request) -> SimpleNamespace:
+    """A network as the twin has it, a copy of what it was before, what checkpoints know of it, and a way to call it."""
+    name, kind = request.param
+    script = load(name)
+    network = agent_of(script) if kind == "Agent" else script[kind](5, 2, CPU)
+    plain = copy.deepcopy(network)
+    tensors = script["adam_tensors"]("net", dict(network.named_parameters()), torch.optim.Adam(network.parameters()))
+    atari = "categorical_log_prob" in script
+    obs = torch.randint(256, (6, 84, 84, 4), dtype=torch.uint8) if atari else torch.randn(6, 5)
+    inputs = (obs, torch.randn(6, 2)) if kind == "Critic" else (obs,)
+
+    def outputs(module: nn.Module, **options) -> tuple[torch.Tensor, ...]:
+        """All that a module gives for the inputs."""
+        found = module(*inputs, **options)
+        return found if isinstance(found, tuple) else (found,)
+
+    flat = script["Flat"]("net", network, tensors)
+    return SimpleNamespace(script=script, flat=flat, network=network, plain=plain, tensors=tensors, outputs=outputs)
+
+
+def unflattened(flat: nn.Module, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What belongs to each parameter, by name, of a tensor like `params`: those of convolutions have their channels last."""
+    parts, end = {}, 0
+    for name, shape in flat.shapes.items():
+        start, end = end, end + shape.numel()
+        part = tensor[start:end]
+        if len(shape) == 4:
+            outputs, inputs, height, width = shape
+            parts[name] = part.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
+        else:
+            parts[name] = part.view(shape)
+    assert end == len(tensor)
+    return parts
+
+
+def test_flat_network_gives_what_the_network_gives(flat):
+    torch.testing.assert_close(flat.outputs(flat.flat), flat.outputs(flat.plain))
+    torch.testing.assert_close(flat.outputs(flat.network), flat.outputs(flat.plain))
+    if "first_only" in signature(flat.plain.forward).parameters:
+        expected = flat.outputs(flat.plain, first_only=True)
+        torch.testing.assert_close(flat.outputs(flat.flat, first_only=True), expected)
+
+
+def test_flat_network_has_one_parameter_and_its_gradient_is_those_of_the_network(flat):
+    assert [name for name, _ in flat.flat.named_parameters()] == ["params"]
+    assert flat.flat.params is flat.flat.state["params"]
+    loss, expected_loss = (
+        sum((output - 3).square().sum() for output in flat.outputs(module)) for module in (flat.flat, flat.plain)
+    )
+    (grad,) = torch.autograd.grad(loss, flat.flat.params)
+    expected_loss.backward()
+    expected = {name: param.grad for name, param in flat.plain.named_parameters()}
+    assert all(grad.any() for grad in expected.values())
+    torch.testing.assert_close(unflattened(flat.flat, grad), {name: expected[name] for name in flat.flat.shapes})
+    assert all(param.grad is None and not param.requires_grad for param in flat.network.parameters())
+
+
+def test_flat_parameters_are_those_of_the_network(flat):
+    named = dict(flat.network.named_parameters())
+    assert all(param is flat.tensors[f"net.params.{name}"] for name, param in named.items())
+    torch.testing.assert_close(named, dict(flat.plain.named_parameters()), rtol=0, atol=0)
+
+
+def test_flat_tensors_and_what_checkpoints_know_are_the_same_memory(flat):
+    assert flat.flat.state.keys() == {"params", "exp_avg", "exp_avg_sq", "step"}
+    for kind, whole in flat.flat.state.items():
+        whole, names = whole.detach(), [*flat.flat.shapes]
+        known = {name: flat.tensors[f"net.{kind}.{name}"].detach() for name in names}
+        assert sum(name.startswith(f"net.{kind}.") for name in flat.tensors) == len(names)
+        numbers = torch.arange(float(len(whole)))
+        expected = dict(zip(names, numbers, strict=True)) if kind == "step" else unflattened(flat.flat, numbers)
+        whole.copy_(numbers)
+        torch.testing.assert_close(known, expected, rtol=0, atol=0)
+        for tensor in known.values():
+            tensor.add_(0.5)
+        torch.testing.assert_close(whole, numbers + 0.5, rtol=0, atol=0)
+
+
+def test_flat_network_without_adam_has_parameters_alone(flat):
+    tensors = {f"net.params.{name}": param for name, param in flat.plain.named_parameters()}
+    target = flat.script["Flat"]("net", flat.plain, tensors)
+    assert target.state.keys() == {"params"}
+    torch.testing.assert_close(target.params, flat.flat.params, rtol=0, atol=0)
+    torch.testing.assert_close(flat.outputs(target), flat.outputs(flat.flat))
+
+
+def test_flat_parameters_are_aligned(flat):
+    """Each of those that a vector instruction could load whole begins where one may: at a multiple of 16 numbers."""
+    sizes = [shape.numel() for shape in flat.flat.shapes.values()]
+    even = [size % 16 == 0 for size in sizes]
+    assert even == sorted(even, reverse=True)
+    assert True in even
+    for name, param in flat.network.named_parameters():
+        assert param.numel() % 16 or param.storage_offset() % 16 == 0, name
+
+
+@pytest.mark.parametrize("script", [load("ppo_atari_envpool_torchcompile")])
+def test_flat_convolutions_keep_their_channels_last(script):
+    agent = agent_of(script)
+    expected = {name: param.detach().clone() for name, param in agent.named_parameters() if param.dim() == 4}
+    optimizer = torch.optim.Adam(agent.parameters())
+    tensors = script["adam_tensors"]("agent", dict(agent.named_parameters()), optimizer)
+    script["Flat"]("agent", agent, tensors)
+    assert len(expected) == 3
+    for name, weight in expected.items():
+        param = agent.get_parameter(name)
+        assert torch.equal(param, weight)
+        for kind in ("params", "exp_avg", "exp_avg_sq"):
+            tensor = tensors[f"agent.{kind}.{name}"]
+            assert tensor.shape == weight.shape
+            assert tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+            assert tensor.stride() == weight.stride()
+
+
 # ---- Optimizer -------------------------------------------------------------------------------------------------------
+def flat_state(params: torch.Tensor, counts: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """The zero state of Adam for flat parameters, with steps counted in a tensor of this shape."""
+    moments = {kind: torch.zeros_like(params) for kind in ("exp_avg", "exp_avg_sq")}
+    return {"params": params.clone().requires_grad_(), **moments, "step": torch.zeros(counts)}
+
+
+@pytest.mark.parametrize("counts", [(), (4,)], ids=["one count", "a count of each"])
 @pytest.mark.parametrize(("lr", "eps"), [(0.01, 1e-8), (torch.tensor(0.01), 1e-5)])
 @pytest.mark.parametrize("name", TWINS)
-def test_adam_is_that_of_torch(name, lr, eps):
-    params = {"weight": torch.randn(4, 3), "bias": torch.randn(())}
-    expected = {key: value.clone().requires_grad_() for key, value in params.items()}
-    optimizer = torch.optim.Adam(expected.values(), lr=0.01, eps=eps)
-    state = load(name)["adam_state"](params)
+def test_adam_is_that_of_torch(name, lr, eps, counts):
+    expected = torch.randn(13).requires_grad_()
+    optimizer = torch.optim.Adam([expected], lr=0.01, eps=eps)
+    state = flat_state(expected.detach(), counts)
+    given = dict(state)
     for step in range(50):
         # Gradients from tiny to large, for the first steps' correction and the epsilon to matter.
-        grads = {key: torch.randn_like(value) * 10.0 ** (step % 10 - 8) for key, value in params.items()}
-        load(name)["adam_step"](state, grads, lr, eps)
-        for key, value in expected.items():
-            value.grad = grads[key].clone()
+        grad = torch.randn(13) * 10.0 ** (step % 10 - 8)
+        load(name)["adam_step"](state, grad, lr, eps)
+        expected.grad = grad.clone()
         optimizer.step()
-        for key, value in expected.items():
-            torch.testing.assert_close(params[key], value.detach(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(state["params"].detach(), expected.detach(), rtol=1e-4, atol=1e-6)
+    assert torch.equal(state["step"], torch.full(counts, 50.0))
+    # In place: a captured graph knows addresses, and a checkpoint has views.
+    assert all(state[kind] is tensor for kind, tensor in given.items())
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 100.0])
-@pytest.mark.parametrize("name", [name for name in TWINS if "clip_grads" in load(name)])
-def test_clip_grads_is_that_of_torch(name, max_norm):
-    grads = {"weight": torch.randn(4, 3), "bias": torch.randn(3), "none": torch.zeros(2)}
-    params = {key: torch.zeros_like(grad) for key, grad in grads.items()}
-    for key, param in params.items():
-        param.grad = grads[key].clone()
-    torch.nn.utils.clip_grad_norm_(params.values(), max_norm)
-    torch.testing.assert_close(load(name)["clip_grads"](grads, max_norm), {key: param.grad for key, param in params.items()})
+@pytest.mark.parametrize("name", [name for name in TWINS if "clip_grad" in load(name)])
+def test_clip_grad_is_that_of_torch(name, max_norm):
+    parts = {"weight": torch.randn(4, 3), "bias": torch.randn(3), "none": torch.zeros(2)}
+    params = [torch.zeros_like(part) for part in parts.values()]
+    for param, part in zip(params, parts.values(), strict=True):
+        param.grad = part.clone()
+    torch.nn.utils.clip_grad_norm_(params, max_norm)
+    clipped = load(name)["clip_grad"](torch.cat([part.flatten() for part in parts.values()]), max_norm)
+    torch.testing.assert_close(clipped, torch.cat([param.grad.flatten() for param in params]))
+    assert not load(name)["clip_grad"](torch.zeros(5), max_norm).any()
