@@ -293,19 +293,11 @@ class Logger:
         except (OSError, NotImplementedError) as error:
             refuse(f"{folder or 'runs'}: {'another run is at work there' if isinstance(error, Timeout) else error}")
         if args.track:
-<<<<<<< HEAD
             run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name, "resume": "allow"}
             try:
                 import wandb
 
                 wandb.init(**run, id=folder.name[-64:], config=asdict(args), sync_tensorboard=True, save_code=True)
-=======
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name, "id": folder.name[-64:]}
-            try:
-                import wandb
-
-                wandb.init(**names, config=asdict(args), resume="allow", sync_tensorboard=True, save_code=True)
->>>>>>> wt-t1
             except Exception as error:  # such as a missing login
                 refuse(f"--track cannot start Weights & Biases: {error}")
         self.writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume and trains else None)  # later logs go
