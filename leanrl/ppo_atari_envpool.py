@@ -308,9 +308,10 @@ class Logger:
         self.writer.add_text("hyperparameters", "\n".join(f"|{key}|{value}|" for key, value in rows))
         self.bar = tqdm(total=args.total_timesteps, initial=step, unit="step", dynamic_ncols=True, disable=not trains)
 
-    def count(self, step: int, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid: np.ndarray | int = 1) -> None:
+    def count(self, step: int, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid=1) -> None:
         """Add a step of each environment, where `valid` is 1, to its episode, which ends if `done`; all have to be finite."""
-        for array in (rewards, *obs):
+        blameless = not math.isfinite(np.vdot(actions, actions))  # the policy has gone wrong, as its losses will tell
+        for array in () if blameless else (rewards, *obs):
             if not math.isfinite(np.vdot(array, array)):  # 0.4 us; np.isfinite(array).all() takes 1.6
                 for index, *_ in np.argwhere(~np.isfinite(array)):
                     raise SystemExit(f"{Path(__file__).name}: error: environment {index}, step {step}: a number is not finite")
@@ -571,12 +572,13 @@ if __name__ == "__main__":
 
             for step in range(num_steps):
                 rollout[step, :, :3] = act(rollout_obs[step])  # sync: the games need the actions
-                next_obs, rewards, terminated, truncated, infos = envs.step(rollout[step, :, 0].int().numpy())
+                actions = rollout[step, :, 0].int().numpy()
+                next_obs, rewards, terminated, truncated, infos = envs.step(actions)
                 rollout_obs[step + 1].copy_(torch.from_numpy(next_obs).to(device, non_blocking=True).permute(0, 2, 3, 1))
 
                 rollout_rewards[step], rollout_terminated[step] = rewards, terminated
                 global_step += int(valid.sum())
-                logger.count(global_step, infos["reward"], (infos["terminated"] > 0) | truncated, valid=valid)
+                logger.count(global_step, actions, infos["reward"], (infos["terminated"] > 0) | truncated, valid=valid)
                 # The next step of a game that is over or lost a life only goes on, and ignores the action.
                 valid = ~(terminated | truncated)
                 rollout_valid[step + 1] = valid

@@ -322,9 +322,10 @@ class Logger:
         self.writer.add_text("hyperparameters", "\n".join(f"|{key}|{value}|" for key, value in rows))
         self.bar = tqdm(total=args.total_timesteps, initial=step, unit="step", dynamic_ncols=True, disable=not trains)
 
-    def count(self, step: int, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid: np.ndarray | int = 1) -> None:
+    def count(self, step: int, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid=1) -> None:
         """Add a step of each environment, where `valid` is 1, to its episode, which ends if `done`; all have to be finite."""
-        for array in (rewards, *obs):
+        blameless = not math.isfinite(np.vdot(actions, actions))  # the policy has gone wrong, as its losses will tell
+        for array in () if blameless else (rewards, *obs):
             if not math.isfinite(np.vdot(array, array)):  # 0.4 us; np.isfinite(array).all() takes 1.6
                 for index, *_ in np.argwhere(~np.isfinite(array)):
                     raise SystemExit(f"{Path(__file__).name}: error: environment {index}, step {step}: a number is not finite")
@@ -618,7 +619,7 @@ if __name__ == "__main__":
                 discounted_return = rewards + gamma * discounted_return * valid
                 rollout_returns[step] = discounted_return
                 done = terminated | truncated
-                logger.count(global_step, rewards, done, next_obs, valid=valid)
+                logger.count(global_step, actions, rewards, done, next_obs, valid=valid)
                 # The next step of an environment that is done resets it and ignores the action.
                 valid = ~done
                 rollout_valid[step + 1] = valid
