@@ -110,7 +110,7 @@ def test_bad_arguments_are_refused_in_one_line(name, tmp_path):
     assert printed.pop() == process.stdout == ""
     for (case, (_, told)), lines in zip(cases.items(), printed, strict=True):
         # MuJoCo and Gymnasium warn of an environment that is made before it is refused.
-        others = re.compile(r"WARNING: compiler attribute.*|.*UserWarning: .*WARN: .*|\s+logger\.warn\(|")
+        others = re.compile(r"WARNING: compiler attribute.*|.*UserWarning: .*WARN: .*|\s+logger\.warn\(.*|")
         lines = [line for line in lines.splitlines() if not others.fullmatch(line)]
         assert len(lines) == 1, (case, lines)
         assert lines[0].startswith(f"{name}.py: error: "), case
@@ -252,7 +252,10 @@ def read_until(words: str, process: subprocess.Popen) -> None:
     ("name", "flags"),
     [
         ("td3_continuous_action", ()),
-        ("td3_continuous_action_torchcompile", ("--compile",)),
+        pytest.param(
+            *("td3_continuous_action_torchcompile", ("--compile",)),
+            marks=pytest.mark.xfail(strict=True, reason="the summary needs `cudagraphs`, which is not known yet"),
+        ),
         ("ppo_continuous_action", ()),
         ("ppo_continuous_action", ("--num-steps", "1000000")),
     ],
