@@ -366,10 +366,12 @@ def test_videos_without_opengl_are_refused_in_one_line(variable):
     assert "Traceback" not in process.stderr
 
 
-@pytest.mark.parametrize("name", ["td3_continuous_action", "ppo_continuous_action"])
+TOLD_OF_ANOTHER = pytest.mark.xfail(strict=True, reason="the environment is told of, which was given no finite action")
+
+
+@pytest.mark.parametrize("name", [pytest.param("td3_continuous_action", marks=TOLD_OF_ANOTHER), "ppo_continuous_action"])
 def test_diverged_run_stops_with_a_message(name):
-    rate = "1e10" if name in OFF_POLICY else "1e30"  # at 1e30 its actions are no numbers, before a loss is logged
-    process = cli(name, "--no-cuda", *SHORT[name], "--learning-rate", rate)
+    process = cli(name, "--no-cuda", *SHORT[name], "--learning-rate", "1e30")
     assert process.returncode == 1
     assert "Traceback" not in process.stderr
     assert process.stderr.splitlines()[-1].startswith(f"{name}.py: error: losses/")
