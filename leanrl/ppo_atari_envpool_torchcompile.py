@@ -364,8 +364,7 @@ class Logger:
 
     def count(self, step: int, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid=1) -> None:
         """Add a step of each environment, where `valid` is 1, to its episode, which ends if `done`; all have to be finite."""
-        blameless = not math.isfinite(np.vdot(actions, actions))  # the policy has gone wrong, as its losses will tell
-        for array in () if blameless else (rewards, *obs):
+        for array in (rewards, *obs) if math.isfinite(np.vdot(actions, actions)) else ():  # else the losses will tell
             if not math.isfinite(np.vdot(array, array)):  # 0.4 us; np.isfinite(array).all() takes 1.6
                 for index, *_ in np.argwhere(~np.isfinite(array)):
                     raise SystemExit(f"{Path(__file__).name}: error: environment {index}, step {step}: a number is not finite")

@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import gymnasium as gym
-import mujoco
 import numpy as np
 import psutil
 import torch
@@ -119,7 +118,8 @@ def make_env(args: Args, film: bool = False) -> gym.Env:
         if film:
             if renderer := getattr(env.unwrapped, "mujoco_renderer", None):
                 # Gymnasium 1.4 looks at where an episode began, and a HalfCheetah runs out of sight. -1: no such camera.
-                renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
+                names = [renderer.model.camera(index).name for index in range(renderer.model.ncam)]
+                renderer.camera_id = names.index("track") if "track" in names else -1
             env.reset()
             env.render()
     except Exception as error:  # an environment may raise anything
@@ -275,8 +275,7 @@ class Logger:
 
     def count(self, step: int, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid=1) -> None:
         """Add a step of each environment, where `valid` is 1, to its episode, which ends if `done`; all have to be finite."""
-        blameless = not math.isfinite(np.vdot(actions, actions))  # the policy has gone wrong, as its losses will tell
-        for array in () if blameless else (rewards, *obs):
+        for array in (rewards, *obs) if math.isfinite(np.vdot(actions, actions)) else ():  # else the losses will tell
             if not math.isfinite(np.vdot(array, array)):  # 0.4 us; np.isfinite(array).all() takes 1.6
                 for index, *_ in np.argwhere(~np.isfinite(array)):
                     raise SystemExit(f"{Path(__file__).name}: error: environment {index}, step {step}: a number is not finite")
@@ -569,7 +568,7 @@ if __name__ == "__main__":
             row_next_obs[:] = next_obs.reshape(num_envs, obs_dim)
             if done.any():
                 row_next_obs[done] = np.stack(infos["final_obs"][done]).reshape(-1, obs_dim)
-            logger.count(global_step, actions, rewards, done, row.numpy())
+            logger.count(global_step, actions, rewards, done, row.numpy(), next_obs)
             position = (global_step - num_envs) % capacity
             buffer[position : position + num_envs].copy_(row, non_blocking=global_step > args.learning_starts)
             if global_step <= capacity:

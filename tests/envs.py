@@ -181,6 +181,80 @@ class Probe(gym.Env):
         return self._observe(), earned, last and self.terminated, last and not self.terminated, {}
 
 
+class Careless(gym.Env):
+    """Changes its actions in place and returns its own state: (episode, step), in episodes of three steps."""
+
+    observation_space = Box(-np.inf, np.inf, (2,), np.float32)
+
+    def __init__(self):
+        self.action_space = Box(-0.5, 1, (2,), np.float32)
+        self.given: list[np.ndarray] = []
+        self.state = np.array([-1, 0], np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.state[:] = self.state[0] + 1, 0
+        return self.state, {}
+
+    def step(self, action):
+        self.given.append(action.copy())
+        action *= 100
+        self.state[1] += 1
+        return self.state, 1.0, False, bool(self.state[1] == 3), {}
+
+
+class Faulty(gym.Env):
+    """The second that is made may have a `fault` in its sixth step: a reward or observation that is no finite number.
+
+    Its episodes have three steps, of which the sixth ends the second; "reset" is a fault in what is seen next.
+    """
+
+    observation_space = Box(-np.inf, np.inf, (2,), np.float32)
+    fault = None
+    made = count()
+
+    def __init__(self):
+        self.action_space = Box(-1, 1, (1,), np.float32)
+        self.number, self.steps = next(self.made), 0
+
+    def _has(self, fault: str) -> bool:
+        return (self.number, self.steps, self.fault) == (1, 6, fault)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.array([0, np.nan if self._has("reset") else 0], np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        obs = np.array([self.steps % 3, np.nan if self._has("observation") else 0], np.float32)
+        return obs, np.inf if self._has("reward") else 1.0, False, self.steps % 3 == 0, {}
+
+
+class Wide(Scripted):
+    """Takes actions of which some bounds are nearly the largest numbers of float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.action_space = Box(np.array([-1, -3e38, -3.4e38], np.float32), np.array([0.5, 3.4e38, 3e38], np.float32))
+
+
+class Images(Scripted):
+    """Shows images, all of them black."""
+
+    observation_space = Box(0, 1, (84, 84, 4), np.float32)
+
+    def reset(self, **options):
+        return np.zeros((84, 84, 4), np.float32), super().reset(**options)[1]
+
+    def step(self, action):
+        return np.zeros((84, 84, 4), np.float32), *super().step(action)[1:]
+
+
+def broken(message: str):
+    """Raise an error with this message, in place of making an environment."""
+    raise RuntimeError(message)
+
+
 class Refused(gym.Env):
     """An environment with spaces that a script cannot use; nothing else works."""
 
@@ -215,6 +289,18 @@ for name, entry_point, options in [
     ("Truncated", Probe, {"length": 3, "terminated": False, "observe": always(0), "reward": always(1)}),
     ("Discrete", Refused, {"observation_space": unit, "action_space": Discrete(2)}),
     ("Unbounded", Refused, {"observation_space": unit, "action_space": Box(-np.inf, np.inf, (1,), np.float32)}),
+    ("Integers", Refused, {"observation_space": unit, "action_space": Box(0, 3, (1,), np.int64)}),
+    (
+        "NoWidth",
+        Refused,
+        {"observation_space": unit, "action_space": Box(np.array([-1, 2], np.float32), np.array([1, 2], np.float32))},
+    ),
+    ("Talkative", broken, {"message": "one line\n  and another"}),
+    ("Silent", broken, {"message": ""}),
+    ("Careless", Careless, {}),
+    ("Faulty", Faulty, {}),
+    ("Wide", Wide, {}),
+    ("Images", Images, {}),
     ("DictObs", Refused, {"observation_space": Dict(position=unit), "action_space": unit}),
 ]:
     gym.register(f"{name}-v0", entry_point=entry_point, kwargs=options)

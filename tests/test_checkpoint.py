@@ -3,6 +3,7 @@
 import json
 import pickle
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -10,7 +11,9 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -24,7 +27,6 @@ from conftest import (
     cli,
     environment,
     play,
-    profile_table,
     rendering,
     resume_with_warm_up,
     run,
@@ -55,18 +57,20 @@ def held(globals_: dict) -> dict[str, torch.Tensor]:
 def test_what_is_loaded_is_what_was_saved(first, second, tmp_path):
     """Parameters, moments of Adam, buffers, normalisers and counters, from either script of a pair into the other."""
     before = play(first, *short(first, 300), "--save-model", directory=tmp_path)
+    seed = torch.initial_seed()
     [path] = checkpoints(tmp_path)
     # No step is left to be done.
     after = play(second, *short(second, before["global_step"]), "--resume", path, directory=tmp_path)
-    for name in ("global_step", "updates", "logged_episodes", "episodes"):
+    for name in ("global_step", "updates", "episodes"):
         assert after[name] == before[name], name
+    assert after["logger"].logged == len(before["episodes"]) > 0
     assert before["updates"] > 0
     torch.testing.assert_close(held(after), held(before), rtol=0, atol=0)
     steps = [tensor for name, tensor in held(after).items() if ".step." in name]
     assert steps
     assert all(step > 0 for step in steps)
-    assert after["folder"].samefile(tmp_path / before["folder"])
-    assert torch.get_rng_state().equal(torch.load(path, weights_only=True)["rng"][0])  # `after` drew none
+    assert after["logger"].folder.samefile(tmp_path / before["logger"].folder)
+    assert torch.initial_seed() != seed  # what is drawn from here on is not what the first run drew
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -133,7 +137,7 @@ def test_the_schedule_and_the_curves_go_on(name, tmp_path):
         assert min(rates.values()) == pytest.approx(after["learning_rate"])
         assert after["learning_rate"] < 3e-4 / 2
     assert logged["charts/episodic_return"] == [
-        (step, pytest.approx(value)) for step, value, _ in after["episodes"][: after["logged_episodes"]]
+        (step, pytest.approx(value)) for step, value, _ in after["episodes"][: after["logger"].logged]
     ]
 
 
@@ -187,18 +191,64 @@ def test_kill_9_at_any_moment_loses_no_checkpoint_and_leaves_whole_curves(name, 
     assert episodes == sorted(episodes)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+QUICK = dict.fromkeys(OFF_POLICY, ("--learning-starts", "50", "--batch-size", "8"))
+QUICK |= dict.fromkeys(ON_POLICY, ("--num-steps", "64"))
+
+
+def wait_for_checkpoint(directory: Path, process: subprocess.Popen) -> Path:
+    """Wait for a checkpoint newer than there are, and return it."""
+    known = checkpoints(directory)
+    while checkpoints(directory) in ([], known) and process.poll() is None:
+        time.sleep(0.02)
+    return checkpoints(directory)[-1]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("name", ["td3_continuous_action", "ppo_continuous_action"])
 def test_a_signal_ends_a_run_in_order_and_with_a_checkpoint(name, number, status, tmp_path):
-    options = ("--learning-starts", "50", "--batch-size", "8") if name in OFF_POLICY else ("--num-steps", "64")
-    process = start(name, tmp_path, *options, "--checkpoint-every", "200")
-    while not checkpoints(tmp_path) and process.poll() is None:
-        time.sleep(0.02)
-    due = checkpoints(tmp_path)[-1]
+    process = start(name, tmp_path, *QUICK[name], "--checkpoint-every", "200")
+    due = wait_for_checkpoint(tmp_path, process)
     process.send_signal(number)
     output, error = process.communicate(timeout=60)
     assert process.returncode == status, error
     assert json.loads(output)["total_timesteps"] == int(checkpoints(tmp_path)[-1].stem) > int(due.stem)
+
+
+def test_a_run_at_work_under_nohup_goes_on_and_keeps_others_out_of_its_folder(tmp_path, capfd):
+    name = "td3_continuous_action"
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        process = start(name, tmp_path, *QUICK[name], "--checkpoint-every", "200")
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+    folder = wait_for_checkpoint(tmp_path, process).parent
+    process.send_signal(signal.SIGHUP)
+    wait_for_checkpoint(tmp_path, process)
+    with pytest.raises(SystemExit) as raised:
+        play(name, *QUICK[name], "--resume", folder, directory=tmp_path)
+    assert raised.value.code == 2
+    assert capfd.readouterr().err.splitlines() == [
+        "--checkpoint-every None from here on, it was 200",
+        f"{name}.py: error: {folder}: another run is at work there",
+    ]
+    wait_for_checkpoint(tmp_path, process)
+    process.terminate()
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 143, error
+    # Nobody is at work there any more.
+    steps = ("--total-timesteps", checkpoints(tmp_path)[-1].stem)
+    assert play(name, *QUICK[name], *steps, "--resume", folder, directory=tmp_path)["logger"].folder == folder
+
+
+@pytest.mark.parametrize("name", ["td3_continuous_action", "ppo_continuous_action"])
+def test_a_run_whose_errors_nobody_reads_any_more_saves_and_ends(name, tmp_path):
+    process = start(name, tmp_path, *QUICK[name], "--save-model")
+    told = process.stderr.read(100)  # as in `2>&1 | head -c 100`
+    process.stderr.close()
+    output = process.stdout.read()
+    assert process.wait(timeout=60) == 143
+    assert "Traceback" not in told + output
+    assert json.loads(output)["total_timesteps"] == int(checkpoints(tmp_path)[-1].stem) > 0
 
 
 class Executed:
@@ -211,17 +261,20 @@ class Executed:
         return (Path.touch, (self.path,))
 
 
-def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path):
+def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path, capfd):
     name = "td3_continuous_action"
     arguments = ("--no-cuda", "--env-id", "envs:Scripted-v0", *SHORT[name])
-    assert cli(name, *arguments, "--save-model", cwd=tmp_path).returncode == 0
+    play(name, *SHORT[name], "--save-model", directory=tmp_path)
     [path] = checkpoints(tmp_path)
     good = torch.load(path, weights_only=True)
 
     def refusal(script: str, *args) -> str:
-        done = cli(script, "--no-cuda", *args, cwd=tmp_path)
-        assert done.returncode == 2, done.stderr
-        [line] = done.stderr.splitlines()
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as raised:
+            run(script, *args, directory=tmp_path)
+        assert raised.value.code == 2
+        *told, line = capfd.readouterr().err.splitlines()
+        assert all(re.fullmatch(r"--[a-z-]+ \S+ (from here on|is ignored), it was \S+", one) for one in told)  # what differs
         return line.removeprefix(f"{script}.py: error: ")
 
     takes = "--resume takes a checkpoint"
@@ -230,8 +283,8 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path):
         f"{takes} of algorithm sac_continuous_action, {path} has td3_continuous_action"
     )
     assert refusal(name, "--resume", path, "--env-id", "Hopper-v4").startswith(f"{takes} of env_id Hopper-v4, {path} has ")
-    torch.save(good | {"format": 0}, other)
-    assert refusal(name, "--resume", other, *arguments[1:]) == f"{takes} of format 1, {other} has 0"
+    torch.save(good | {"identity": good["identity"] | {"format": 1}}, other)
+    assert refusal(name, "--resume", other, *arguments[1:]) == f"{takes} of format 2, {other} has 1"
     parameters = next(key for key in good["state"] if key.startswith("actor.params"))
     smaller = good["state"] | {parameters: good["state"][parameters][:5]}
     torch.save(good | {"state": smaller}, other)
@@ -247,8 +300,10 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path):
             f"{takes} of {flag[2:].replace('-', '_')} 2, "
         )
     assert "with buffer of shape" in refusal(name, "--resume", path, *arguments[1:], "--buffer-size", "256")
-    for part in ("progress", "rng", "state", "algorithm"):
-        torch.save({key: value for key, value in good.items() if key != part}, other)
+    assert good.keys() == {"identity", "progress", "state"}
+    parts = [{key: value for key, value in good.items() if key != part} for part in good]
+    for broken in (*parts, good | {"identity": {"format": 2}}, list(good)):
+        torch.save(broken, other)
         assert refusal(name, "--resume", other, *arguments[1:]).startswith(f"{takes}, {other} is none: ")
     assert "exclude each other" in refusal(name, "--resume", path, "--evaluate", path, *arguments[1:])
     for content in (path.read_bytes()[:-1000], b"", b"no checkpoint", pickle.dumps(Executed(tmp_path / "executed"))):
@@ -259,15 +314,16 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path):
     assert not (tmp_path / "executed").exists()
     assert refusal(name, "--resume", tmp_path / "nowhere", *arguments[1:]).startswith(takes)
     (tmp_path / "empty").mkdir()
-    assert refusal(name, "--resume", tmp_path / "empty", *arguments[1:]).startswith(takes)
+    assert refusal(name, "--resume", tmp_path / "empty", *arguments[1:]).startswith(f"{takes}, {tmp_path / 'empty'} is none: ")
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, capfd):
     (tmp_path / "runs").touch()  # in its place a file: not even root can write below it
-    process = cli("td3_continuous_action", "--no-cuda", *SHORT["td3_continuous_action"], "--save-model", cwd=tmp_path)
-    assert process.returncode == 2
-    assert "cannot be written to" in process.stderr.splitlines()[-1]
-    assert "Traceback" not in process.stderr
+    name = "td3_continuous_action"
+    with pytest.raises(SystemExit) as raised:
+        play(name, *SHORT[name], "--save-model", directory=tmp_path)
+    assert raised.value.code == 2
+    assert re.fullmatch(rf"{name}\.py: error: runs/\S+: Not a directory\n", capfd.readouterr().err)
 
 
 @pytest.fixture
@@ -313,15 +369,81 @@ def test_a_disk_that_is_full_stops_nothing(small_disk):
     check_after_full_disk(subprocess.CompletedProcess([], process.returncode, output, error), small_disk)
 
 
-def test_a_future_that_was_given_up_is_dropped(tmp_path):
+def test_a_future_that_is_given_up_is_kept_until_the_run_has_saved_beyond_it(tmp_path):
     name = "td3_continuous_action"
     options = ("--learning-starts", "50", "--batch-size", "8", "--log-every", "10", "--checkpoint-every", "50")
     play(name, *options, "--total-timesteps", "200", directory=tmp_path)
     assert [int(path.stem) for path in checkpoints(tmp_path)] == [150, 200]
-    (checkpoints(tmp_path)[0].parent / "best.pt").touch()  # not ours
-    play(name, *options, "--total-timesteps", "170", "--resume", tmp_path.glob("runs/*/150.pt").__next__(), directory=tmp_path)
-    [folder] = tmp_path.glob("runs/*")
-    assert sorted(path.name for path in folder.glob("*.pt")) == ["150.pt", "170.pt", "best.pt"]
+    older, newer = checkpoints(tmp_path)
+    folder, future = older.parent, newer.read_bytes()
+    (folder / "best.pt").touch()  # not ours
+
+    def go_on(steps: int, path: Path) -> list[str]:
+        play(name, *options, "--total-timesteps", str(steps), "--resume", path, directory=tmp_path)
+        return sorted(path.name for path in folder.glob("*.pt"))
+
+    # Nothing is trained, nothing is lost.
+    assert go_on(150, older) == ["150.pt", "200.pt", "best.pt"]
+    play(name, "--evaluate", older, directory=tmp_path)
+    # A run that ends before the other.
+    assert go_on(170, older) == ["150.pt", "170.pt", "200.pt", "best.pt"]
+    assert newer.read_bytes() == future
+    # One that comes beyond, from where its first checkpoint is not the newest.
+    assert go_on(280, folder / "170.pt") == ["270.pt", "280.pt", "best.pt"]
+
+
+def told(error: str) -> list[str]:
+    """What a run has told of arguments that differ, sorted."""
+    return sorted(line for line in error.splitlines() if line.startswith("--"))
+
+
+def test_what_differs_is_told_when_a_run_goes_on(tmp_path, capfd):
+    name = "sac_continuous_action"
+    first = play(name, *short(name, 300), "--batch-size", "8", "--save-model", directory=tmp_path)
+    [path] = checkpoints(tmp_path)
+
+    def go_on(*args) -> dict:
+        capfd.readouterr()
+        (tmp_path / "copy").mkdir(exist_ok=True)
+        resume = ("--resume", shutil.copy(path, tmp_path / "copy"))
+        return play(name, *short(name, 310), "--batch-size", "8", "--save-model", *args, *resume, directory=tmp_path)
+
+    learnt = first["log_alpha"].exp().item()
+    assert abs(learnt - 0.5) > 0.1
+    after = go_on("--alpha", "0.5", "--q-lr", "1e-4", "--exp-name", "another")
+    assert told(capfd.readouterr().err) == [
+        "--alpha 0.5 is ignored, it was 0.2",
+        "--exp-name another is ignored, it was sac_continuous_action",
+        "--q-lr 0.0001 from here on, it was 0.001",
+        "--total-timesteps 310 from here on, it was 300",
+    ]
+    assert after["log_alpha"].exp().item() == pytest.approx(learnt, abs=0.02)
+    after = go_on("--alpha", "0.5", "--no-autotune")
+    assert told(capfd.readouterr().err) == [
+        "--alpha 0.5 from here on, it was 0.2",
+        "--autotune False from here on, it was True",
+        "--total-timesteps 310 from here on, it was 300",
+    ]
+    assert after["log_alpha"].exp().item() == after["losses"]["alpha"].item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("name", [name for name in OFF_POLICY if name in SCRIPTS])
+def test_gradient_steps_are_owed_from_the_step_resumed_at(name, tmp_path):
+    options = ("--num-envs", "2", "--batch-size", "8")
+
+    def train(steps: int, starts: str = "100", rate: str = "0.7", *args) -> int:
+        options_ = (*options, "--learning-starts", starts, "--updates-per-step", rate, "--total-timesteps", str(steps))
+        return play(name, *options_, *args, directory=tmp_path)["updates"]
+
+    done = train(300, "100", "0.7", "--save-model")
+    resume = ("--resume", checkpoints(tmp_path)[0])
+    assert train(400, "100", "0.7", *resume) == train(400) > done + 60
+    # A fraction of a step was owed at most.
+    assert train(400, "100", "0.2", *resume) - done in (20, 21)
+    assert train(400, "100", "4", *resume) - done in (400, 401)
+    assert train(400, "10", "0.7", *resume) - done in (70, 71)
+    # Where learning stopped: 48 of the 50 steps after it choose their actions knowing of new transitions.
+    assert train(400, "350", "0.7", *resume) - done in (34, 35)
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])
@@ -338,16 +460,19 @@ def test_evaluation_repeats_itself_and_changes_nothing(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", CONTINUOUS)
-def test_evaluation_takes_the_mean_actions_and_sums_the_rewards(name, tmp_path):
-    trained = play(name, *SHORT[name], "--eval-episodes", "3", directory=tmp_path)
-    [env] = trained["eval_envs"].envs
-    seed = env.unwrapped.seeds[0]
+def test_evaluation_takes_the_mean_actions_sums_the_rewards_and_shows_a_bar(name, tmp_path, capfd):
+    made, make = [], gym.make
+    with patch("gymnasium.make", lambda *args, **options: made.append(make(*args, **options)) or made[-1]):
+        trained = play(name, *SHORT[name], "--eval-episodes", "3", directory=tmp_path)
+    assert re.search(r"\revaluation: 100%.* 3/3 ", capfd.readouterr().err)
+    env = made[-1].unwrapped
+    seed = env.seeds[0]
     lengths = [episode_end(seed, episode)[0] for episode in range(3)]
     expected = [sum(reward(episode, step) for step in range(length)) for episode, length in enumerate(lengths)]
     assert trained["eval_returns"] == pytest.approx(expected)
     steps = [(episode, step) for episode, length in enumerate(lengths) for step in range(length)]
-    means = [trained["best_actions"](observation(seed, *step)[None]) for step in steps]
-    assert np.array_equal(np.concatenate(means), env.unwrapped.actions)
+    means = [trained["best_action"](observation(seed, *step)) for step in steps]
+    assert np.array_equal(means, env.actions)
 
 
 def test_evaluation_plays_whole_episodes(tmp_path):
@@ -357,16 +482,6 @@ def test_evaluation_plays_whole_episodes(tmp_path):
     again = run(name, "--env-id", "InvertedPendulum-v4", "--evaluate", checkpoints(tmp_path)[0].parent, directory=tmp_path)
     assert len(again["eval_returns"]) == 10
     assert again["eval_returns"][:2] == trained["eval_returns"]  # the same episodes
-
-
-@pytest.mark.parametrize("name", ["sac_continuous_action", "ppo_continuous_action", "ppo_atari_envpool_torchcompile"])
-def test_a_profile_tells_where_the_time_goes(name, tmp_path, capfd):
-    play(name, *short(name, 900), "--profile", "profile", directory=tmp_path)
-    events = json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
-    assert sum(event.get("name") == "environment" for event in events) == 50  # or num_steps, of which SHORT has as many
-    shares = profile_table(capfd.readouterr().err)
-    assert {"policy", "update", "environment", "waiting for the device", "the rest"} <= shares.keys()
-    assert min(shares["environment"], shares["update"], shares["policy"], shares["the rest"]) > 0
 
 
 def test_videos_of_the_trained_agent(tmp_path):

@@ -2,17 +2,23 @@
 
 import importlib.util
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, fields
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from conftest import LEANRL, SCRIPTS, SHORT, TWINS, cli, environment, rendering
+from conftest import LEANRL, OFF_POLICY, SCRIPTS, SHORT, TWINS, cli, environment, load, play, rendering, run
 from gymnasium.utils.save_video import capped_cubic_video_schedule
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -36,13 +42,29 @@ REFUSALS = {
         "buffer larger than memory": (("--buffer-size", "1000000000000"), "GiB"),
         "no environment": (("--num-envs", "0"), "--num-envs"),
         "endless learning rate": (("--exploration-noise", "inf"), "--exploration-noise"),
-        "run shorter than its profile": (("--profile", ".", "--total-timesteps", "25050"), "--total-timesteps"),
-        "profile where no folder can be": (("--profile", "/dev/null/profile"), "--profile"),
+        "actions of whole numbers": (("--env-id", "envs:Integers-v0"), "real numbers"),
+        "action that is always the same": (("--env-id", "envs:NoWidth-v0"), "--env-id"),
+        "error of several lines": (("--env-id", "envs:Talkative-v0"), "RuntimeError: one line and another"),
+        "error without words": (("--env-id", "envs:Silent-v0"), "--env-id: cannot make envs:Silent-v0: RuntimeError"),
+        "folder without checkpoints": (("--resume", "."), "--resume"),
+        "no checkpoint to evaluate": (("--evaluate", "nowhere"), "--evaluate"),
+    },
+    "sac_continuous_action": {
+        "actions of whole numbers": (("--env-id", "envs:Integers-v0"), "real numbers"),
+        "action that is always the same": (("--env-id", "envs:NoWidth-v0"), "--env-id"),
+        "error of several lines": (("--env-id", "envs:Talkative-v0"), "RuntimeError: one line and another"),
+        "negative entropy coefficient": (("--alpha", "-1"), "--alpha"),
+        "folder without checkpoints": (("--evaluate", "."), "--evaluate"),
     },
     "ppo_continuous_action": {
         "Atari game": (("--env-id", "Breakout-v5"), "--env-id"),
         "discrete actions": (("--env-id", "CartPole-v1"), "--env-id"),
         "observations that are no Box": (("--env-id", "envs:DictObs-v0"), "--env-id"),
+        "actions of whole numbers": (("--env-id", "envs:Integers-v0"), "real numbers"),
+        "action that is always the same": (("--env-id", "envs:NoWidth-v0"), "--env-id"),
+        "error of several lines": (("--env-id", "envs:Talkative-v0"), "RuntimeError: one line and another"),
+        "error without words": (("--env-id", "envs:Silent-v0"), "--env-id: cannot make envs:Silent-v0: RuntimeError"),
+        "folder without checkpoints": (("--resume", "."), "--resume"),
         "rest of a batch": (("--num-minibatches", "3"), "--num-minibatches"),
         "no environment": (("--num-envs", "0"), "--num-envs"),
         "lambda above 1": (("--gae-lambda", "1.5"), "--gae-lambda"),
@@ -56,34 +78,68 @@ REFUSALS = {
         "no environment": (("--num-envs", "0"), "--num-envs"),
         "less than a rollout": (("--total-timesteps", "1023"), "--total-timesteps"),
         "negative number of threads": (("--env-threads", "-1"), "--env-threads"),
+        "folder without checkpoints": (("--resume", "."), "--resume"),
     },
 }
 
 
-@pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in REFUSALS.items() for case in cases])
-def test_bad_arguments_are_refused_in_one_line(name, case, tmp_path):
-    args, told = REFUSALS[name][case]
-    process = cli(name, "--no-cuda", *args, cwd=tmp_path)
-    # MuJoCo's own warning about the model of an environment that is made before it is refused.
-    lines = [line for line in process.stderr.splitlines() if line and not line.startswith("WARNING: compiler attribute")]
-    assert process.returncode == 2
-    assert len(lines) == 1, process.stderr
-    assert lines[0].startswith(f"{name}.py: error: ")
-    assert told in lines[0]
-    assert process.stdout == ""
+# Runs a script once for each of the arguments on standard input, and marks the ends of what it prints.
+ONE_BY_ONE = """
+import json, runpy, sys, traceback
+path = sys.argv[1]
+for arguments in json.load(sys.stdin):
+    sys.argv, status = [path, "--no-cuda", *arguments], 0
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as exit:
+        status = exit.code
+    except BaseException:
+        traceback.print_exc()
+    print("end", status, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_bad_arguments_are_refused_in_one_line(name, tmp_path):
+    cases = REFUSALS[name]
+    command = [sys.executable, "-c", ONE_BY_ONE, str(LEANRL / f"{name}.py")]
+    options = {"cwd": tmp_path, "env": environment(), "capture_output": True, "text": True}
+    process = subprocess.run(command, input=json.dumps([arguments for arguments, _ in cases.values()]), **options)
+    printed = process.stderr.split("end 2\n")
+    assert len(printed) == len(cases) + 1, process.stderr
+    assert printed.pop() == process.stdout == ""
+    for (case, (_, told)), lines in zip(cases.items(), printed, strict=True):
+        # MuJoCo and Gymnasium warn of an environment that is made before it is refused.
+        others = re.compile(r"WARNING: compiler attribute.*|.*UserWarning: .*WARN: .*|\s+logger\.warn\(.*|")
+        lines = [line for line in lines.splitlines() if not others.fullmatch(line)]
+        assert len(lines) == 1, (case, lines)
+        assert lines[0].startswith(f"{name}.py: error: "), case
+        assert told in lines[0], case
     assert list(tmp_path.iterdir()) in ([], [tmp_path / "MUJOCO_LOG.TXT"])
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])
-def test_arguments_of_every_script_are_checked(name):
-    assert cli(name, "--gamma", "2").returncode == 2
-    assert "--total-timesteps" in cli(name, "--help").stdout
+def test_arguments_of_every_script_are_checked_and_explained(name, monkeypatch, capfd):
+    with pytest.raises(SystemExit) as raised:
+        run(name, "--gamma", "2")
+    assert raised.value.code == 2
+    assert capfd.readouterr().err.startswith(f"{name}.py: error: --gamma takes a number from 0 to 1, got 2.0")
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as raised:
+        run(name, "--help")
+    assert raised.value.code == 0
+    told = re.sub(r"[\s│]+", " ", capfd.readouterr().out)
+    source = (LEANRL / f"{name}.py").read_text()
+    for field in fields(load(name)["Args"]):
+        [words] = re.findall(rf"(?m)^    {field.name}: .*  # (\S.*)$", source)
+        # Behind the argument, or behind both of its forms if it is a switch, and what it takes.
+        flag = field.name.replace("_", "-")
+        assert re.search(rf" --{flag}(, --no-{flag}| \S+)? {re.escape(words)} \(default: ", told), field.name
 
 
 def summary_and_log(name: str, args: tuple[str, ...], directory: Path) -> tuple[dict, EventAccumulator]:
     """Run a script as a command with --no-cuda; returns its checked summary, and its log."""
-    args = ("--no-cuda", *args)
-    process = cli(name, *args, cwd=directory)
+    process = cli(name, "--no-cuda", *args, cwd=directory)
     assert process.returncode == 0, process.stderr
     assert len(process.stdout.splitlines()) == 1
     summary = json.loads(process.stdout)
@@ -94,14 +150,22 @@ def summary_and_log(name: str, args: tuple[str, ...], directory: Path) -> tuple[
         "compile": False,
         "cudagraphs": False,
         "peak_device_memory_mb": None,
-        "argv": list(args),
+        "cuda": False,
+        "checkpoint_every": None,
+        "eval_returns": [],
     }
     assert {key: summary[key] for key in expected} == expected
-    assert summary["versions"]["torch"] == torch.__version__
-    assert summary["hardware"]["cores"] >= 1
-    for key in ("sps", "startup_seconds", "wall_seconds", "peak_memory_mb"):
+    for key in ("sps", "startup_seconds", "wall_seconds"):
         assert summary[key] > 0
-    assert summary["git_commit"] is None or len(summary["git_commit"]) == 40
+    given = asdict(load(name)["Args"]())
+    for flag, value in pairwise(args):
+        if flag.startswith("--") and not value.startswith("--"):
+            key = flag[2:].replace("-", "_")
+            given[key] = type(given[key])(value)
+    told_otherwise = {"total_timesteps", "cuda", "capture_video", "compile", "cudagraphs"}
+    assert {key: summary[key] for key in given.keys() - told_otherwise} == {
+        key: given[key] for key in given.keys() - told_otherwise
+    }
     assert f" {summary['total_timesteps']}/" in process.stderr
 
     (run_dir,) = (directory / "runs").iterdir()
@@ -155,7 +219,6 @@ def test_summary_logs_and_video_of_a_game(tmp_path):
     rollout = ("--num-envs", "1", "--num-steps", "600", "--total-timesteps", "600", "--update-epochs", "1")
     summary, log = summary_and_log("ppo_atari_envpool", (*rollout, "--capture-video"), tmp_path)
     assert summary["env_id"] == "Breakout-v5"
-    assert summary["versions"]["envpool"]
     assert summary["updates"] == 4
     assert_logs_losses(log, *PPO_LOSSES)
     returns = [event.value for event in log.Scalars("charts/episodic_return")]
@@ -176,15 +239,26 @@ def test_no_cuda_device_is_told_in_one_line():
     assert json.loads(process.stdout)["cudagraphs"] is False
 
 
+def read_until(words: str, process: subprocess.Popen) -> None:
+    """Read what a process prints on standard error until these words."""
+    told = ""
+    while words not in told:
+        character = process.stderr.read(1)
+        assert character, told
+        told += character
+
+
 @pytest.mark.parametrize(
-    ("name", "flags", "compiling"),
+    ("name", "flags"),
     [
-        ("td3_continuous_action", (), False),
-        ("td3_continuous_action_torchcompile", ("--compile",), True),
-        ("ppo_continuous_action", (), False),
+        ("td3_continuous_action", ()),
+        ("td3_continuous_action_torchcompile", ("--compile",)),
+        ("ppo_continuous_action", ()),
+        ("ppo_continuous_action", ("--num-steps", "1000000")),
     ],
+    ids=["off-policy", "while compiling", "on-policy", "in a long rollout"],
 )
-def test_interrupted_run_tells_what_ran(name, flags, compiling, tmp_path):
+def test_interrupted_run_tells_what_ran(name, flags, tmp_path):
     command = [sys.executable, str(LEANRL / f"{name}.py"), "--no-cuda", *flags]
     # An ignored SIGINT is inherited, as from a shell's background job; Python then installs no handler for it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -196,18 +270,90 @@ def test_interrupted_run_tells_what_ran(name, flags, compiling, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    told = ""
-    while "/1000000 [" not in told:
-        character = process.stderr.read(1)
-        assert character, told
-        told += character
+    read_until("/1000000 [", process)
     time.sleep(1)
     process.send_signal(signal.SIGINT)
+    if "--num-steps" in flags:
+        read_until("ending after this rollout and what is learnt from it; once more to end at once\n", process)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in stderr
     steps = json.loads(stdout)["total_timesteps"]
-    assert steps == 0 if compiling else 0 < steps < 1_000_000
+    assert steps == 0 if "--compile" in flags else 0 < steps < 1_000_000
+
+
+def test_nobody_who_reads_the_summary_is_no_fault():
+    name = "ppo_continuous_action"
+    command = [sys.executable, str(LEANRL / f"{name}.py"), "--no-cuda", *PENDULUM, *SHORT[name]]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with TemporaryDirectory() as directory:
+        options = {"cwd": directory, "env": environment(), "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.run(command, stdout=writing, **options)
+    os.close(writing)
+    assert process.returncode == 0
+    assert " 300/300 " in process.stderr or "/300 [" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert "BrokenPipeError" not in process.stderr
+
+
+@pytest.mark.parametrize("name", ["td3_continuous_action", "ppo_continuous_action"])
+def test_runs_of_one_second_have_folders_of_their_own(name, tmp_path):
+    small = ("--batch-size", "8") if name in OFF_POLICY else ()
+    with patch("time.time", return_value=1.7e9):
+        folders = [play(name, *SHORT[name], *small, "--save-model", directory=tmp_path)["logger"].folder for _ in range(3)]
+    first = f"envs_Scripted-v0__{name}__1__1700000000"
+    assert [folder.name for folder in folders] == [first, f"{first}_2", f"{first}_3"]
+    for folder in folders:
+        assert len(list((tmp_path / folder).glob("*.pt"))) == len(list((tmp_path / folder).glob("events.*"))) == 1
+
+
+@pytest.mark.parametrize("taken", ["../../outside", "/tmp/outside/deeper", "a\\b", ".."])
+def test_no_name_leaves_runs(taken, tmp_path):
+    name, directory = "td3_continuous_action", tmp_path / "a" / "b"
+    directory.mkdir(parents=True)
+    play(name, *SHORT[name], "--batch-size", "8", "--exp-name", taken, directory=directory)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
+    assert [path.name for path in directory.iterdir()] == ["runs"]
+    [folder] = (directory / "runs").iterdir()
+    assert len(list(folder.glob("events.*"))) == 1
+    assert "\\" not in folder.name
+
+
+def test_compiling_without_a_compiler_is_refused_in_one_line(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    name = "td3_continuous_action_torchcompile"
+    with pytest.raises(SystemExit) as raised:
+        play(name, *SHORT[name], "--compile")
+    assert raised.value.code == 2
+    assert capfd.readouterr().err == f"{name}.py: error: --compile needs a C++ compiler such as g++, or one that CXX names\n"
+
+
+def test_tracking_without_a_login_is_refused_in_one_line(tmp_path, monkeypatch):
+    for variable in [variable for variable in os.environ if variable.startswith("WANDB_")]:
+        monkeypatch.delenv(variable)
+    home = {name: str(tmp_path) for name in ("HOME", "XDG_CONFIG_HOME", "NETRC")}
+    name = "td3_continuous_action"
+    process = cli(name, "--no-cuda", *PENDULUM, *SHORT[name], "--track", stdin=subprocess.DEVNULL, env=home)
+    assert process.returncode == 2
+    assert process.stderr.splitlines()[-1].startswith(f"{name}.py: error: --track cannot start Weights & Biases: ")
+    assert "Traceback" not in process.stderr
+    assert process.stdout == ""
+
+
+@pytest.mark.parametrize("variable", ["glfw", "nonsense"])
+def test_videos_without_opengl_are_refused_in_one_line(variable):
+    """GLFW without a display, and a value that MuJoCo does not know: as where a library is missing, its import fails."""
+    name = "td3_continuous_action"
+    variables = {"MUJOCO_GL": variable, "DISPLAY": "", "WAYLAND_DISPLAY": ""}
+    process = cli(name, "--no-cuda", *PENDULUM, *SHORT[name], "--capture-video", env=variables)
+    assert process.returncode == 2
+    assert process.stderr.splitlines()[-1].startswith(f"{name}.py: error: --env-id --capture-video: cannot make Inverted")
+    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.parametrize("name", ["td3_continuous_action", "ppo_continuous_action"])
@@ -230,11 +376,11 @@ def test_videos_are_recorded(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if "atari" not in name])
-def test_videos_follow_what_runs_away(name, tmp_path):
+def test_videos_follow_what_runs_away(name):
     probe = f"""
 import runpy
 script = runpy.run_path({str(LEANRL / name)!r} + ".py")
-[env] = script["make_envs"](script["Args"](capture_video=True, num_envs=1), {str(tmp_path)!r}).envs
+env = script["make_env"](script["Args"](), film=True)
 env.reset(seed=1)
 for x in (0, 100):
     qpos, qvel = env.unwrapped.data.qpos.copy(), env.unwrapped.data.qvel.copy()
