@@ -126,7 +126,7 @@ def make_env(args: Args, film: bool = False) -> gym.Env:
         refuse(f"--env-id{' --capture-video' if film else ''}: cannot make {args.env_id}: {type(error).__name__}: {error}")
     seen, acts = env.observation_space, env.action_space
     boxes = isinstance(seen, gym.spaces.Box) and isinstance(acts, gym.spaces.Box) and np.issubdtype(acts.dtype, np.floating)
-    if not (boxes and ((-3.4e38 < acts.low) & (acts.low < acts.high) & (acts.high < 3.4e38)).all()):  # in float32
+    if not (boxes and (np.isfinite(np.float32([acts.low, acts.high])) & (acts.low < acts.high)).all()):
         refuse(f"--env-id takes Box observations and bounded Box actions of real numbers, {args.env_id} has {seen} and {acts}")
     # An environment may return its own state, which its reset in the same step would overwrite.
     return gym.wrappers.TransformObservation(env, np.copy, seen)
