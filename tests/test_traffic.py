@@ -1,6 +1,8 @@
 """How often each script copies and waits: as often as docs/tricks.md says, and never in what is to be captured."""
 
 from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from conftest import OFF_POLICY, ROOT, SCRIPTS, TWINS, changed, play
@@ -20,8 +22,10 @@ def count(command: str) -> list[Counter]:
     """What a script and its options count between steps of the environments; the run saves and evaluates, too."""
     name, *options = command.split()
     args = SHORT if name in OFF_POLICY else ROLLOUTS
-    with counted_traffic() as traffic:
-        run = play(name, *args, *options, "--save-model", "--eval-episodes", "1", cuda=True)
+    options += ["--save-model", "--eval-episodes", "1"]
+    with counted_traffic() as traffic, TemporaryDirectory() as directory:
+        run = play(name, *args, *options, cuda=True, directory=Path(directory))
+        assert [*Path(directory).glob(f"runs/*/{run['global_step']}.pt")]
     assert run["updates"] >= 16
     return traffic.between_steps()[STEADY]
 

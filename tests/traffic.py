@@ -1,8 +1,8 @@
 """What goes between the host and a CUDA device, counted without one: the device's tensors are on "meta", the host's are real.
 
-On "meta" nothing is computed, so what comes back to the host is zeros. But where each tensor is, is known, and so is each
-copy and each wait: more than a GPU tells, which waits without a word. What the host sends without waiting has to stay as it is
-until the next wait, for the device may read it at any time until then.
+On "meta" nothing is computed, so what comes back to the host is zeros, or a one where a number is asked for. But where each
+tensor is, is known, and so is each copy and each wait: more than a GPU tells, which waits without a word. What the host sends
+without waiting has to stay as it is until the next wait, for the device may read it at any time until then.
 
 Not as on a GPU: an operation that one of its own kernels would make wait is not known here, unless PyTorch has tagged it.
 """
@@ -30,7 +30,7 @@ NO_KERNEL = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, at
 CAPTURED = {"act", "prepare", "update"}
 
 
-class TrafficError(RuntimeError):
+class TrafficError(Exception):  # no RuntimeError, of which scripts only warn while they save
     """What a GPU refuses, or what must not happen in what is to be captured."""
 
 
@@ -87,7 +87,7 @@ class Traffic(TorchDispatchMode):
             return result
         if function is aten._local_scalar_dense.default:
             self.note("to the host", "wait")
-            return torch.zeros((), dtype=args[0].dtype).item()
+            return torch.ones((), dtype=args[0].dtype).item()
         if waits(function, args):
             self.note("wait")
         # With "device" it makes a tensor like another one.
