@@ -22,11 +22,12 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# What moves values between host and device, and is no ATen call where both are the CPU. (A capture permits copies from
-# pinned memory. Nothing here pins any.)
-TRANSFERS = [
+# What moves values between host and device, waits, or seeds, and is no ATen call where both are the CPU. (A capture permits
+# copies from pinned memory. Nothing here pins any.)
+NOT_PERMITTED = [
     *[(Tensor, name) for name in ("cpu", "numpy", "tolist", "__array__")],
-    *[(torch, name) for name in ("tensor", "as_tensor", "asarray", "from_numpy")],
+    *[(torch, name) for name in ("tensor", "as_tensor", "asarray", "from_numpy", "manual_seed")],
+    (torch.cuda, "synchronize"),
 ]
 LIFTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}  # torch.tensor in compiled code
 
@@ -110,7 +111,7 @@ def refusal(name: str) -> Callable[..., NoReturn]:
     """A function in place of the one of this name."""
 
     def refuse(*args, **kwargs) -> NoReturn:
-        raise CaptureError(f"{name}, between host and device, under capture")
+        raise CaptureError(f"{name}() under capture")
 
     return refuse
 
@@ -127,7 +128,7 @@ def capture(graph: Graph, stream: Any = None) -> Iterator[None]:
         return to(tensor, *args, **kwargs)
 
     with ExitStack() as stack:
-        for owner, name in TRANSFERS:
+        for owner, name in NOT_PERMITTED:
             stack.enter_context(patch.object(owner, name, refusal(name)))
         stack.enter_context(patch.object(Tensor, "to", to_device))
         stack.enter_context(recorder)

@@ -1,5 +1,6 @@
 """Twins that are captured, on the CPU, compute what they compute without, and what a CUDA graph would freeze shows."""
 
+import shutil
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -32,43 +33,69 @@ def train(twin: str, steps: int, *options, directory: Path, cuda: bool = False) 
     return run, checkpoint
 
 
-@pytest.mark.parametrize("twin", TWINS)
-def test_a_captured_run_and_one_that_goes_on_compute_the_same(twin, tmp_path):
-    (tmp_path / "plain").mkdir()
-    plain_resume = resume = ()
-    for steps in (STEPS[twin], 2 * STEPS[twin]):
-        plain, checkpoint = train(twin, steps, *plain_resume, directory=tmp_path / "plain")
-        plain_resume = ("--resume", checkpoint)
+@pytest.fixture(scope="module", params=TWINS)
+def plain(request, tmp_path_factory) -> tuple[str, list[tuple[dict, Path]]]:
+    """A twin, and the globals and the checkpoints of a run without flags and of the one that goes on with it."""
+    twin, directory = request.param, tmp_path_factory.mktemp("plain")
+    first = train(twin, STEPS[twin], directory=directory)
+    return twin, [first, train(twin, 2 * STEPS[twin], "--resume", first[1], directory=directory)]
+
+
+def test_a_captured_run_and_one_that_goes_on_compute_the_same(plain, tmp_path):
+    twin, runs = plain
+    resume = ()
+    for expected, _ in runs:
         with captured_on_cpu():
+            steps = expected["args"].total_timesteps
             captured, checkpoint = train(twin, steps, *resume, "--cudagraphs", directory=tmp_path, cuda=True)
         resume = ("--resume", checkpoint)
         assert captured["cudagraphs"]
         assert captured["updates"] >= 8
-        assert_same_numbers(plain, captured, rtol=0, atol=0)
+        assert_same_numbers(expected, captured, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("twin", TWINS)
-def test_a_compiled_and_captured_run_that_goes_on_computes_the_same(twin, tmp_path):
-    steps = STEPS[twin]
-    _, checkpoint = train(twin, steps, directory=tmp_path)
-    plain, _ = train(twin, 2 * steps, "--resume", checkpoint, directory=tmp_path)
+def test_a_compiled_and_captured_run_that_goes_on_computes_the_same(plain, tmp_path):
+    twin, [(_, checkpoint), (expected, _)] = plain
+    (folder := tmp_path / "runs" / "resumed").mkdir(parents=True)
     # The graphs run as the ATen calls of which Inductor would make kernels.
     with captured_on_cpu(), patch("torch.compile", partial(torch.compile, backend="aot_eager")):
-        flags = ("--compile", "--cudagraphs")
-        captured, _ = train(twin, 2 * steps, "--resume", checkpoint, *flags, directory=tmp_path, cuda=True)
-    assert_same_numbers(plain, captured, rtol=1e-6, atol=1e-6)
+        options = ("--resume", shutil.copy(checkpoint, folder), "--compile", "--cudagraphs")
+        captured, _ = train(twin, 2 * STEPS[twin], *options, directory=tmp_path, cuda=True)
+    assert captured["cudagraphs"]
+    assert_same_numbers(expected, captured, rtol=1e-6, atol=1e-6)
 
 
 # Passages of twins, and in their place what only a captured run would suffer from.
+SENT, REBOUND = "buffer.copy_(rollout, non_blocking=True)", "buffer = rollout.to(device).clone()"
 UPDATE = '"""One gradient step on a new batch."""'
 STALE = {
     "a learning rate that is a number": ("ppo_continuous_action", ".fill_(learning_rate)", " = learning_rate"),
     "Atari's learning rate, too": ("ppo_atari_envpool", ".fill_(learning_rate)", " = learning_rate"),
     "a buffer size that is a number": ("td3_continuous_action", "size.fill_(global_step)", "size = global_step"),
-    "Adam's count re-bound": ("td3_continuous_action", 'state["step"].add_(1)', 'state["step"] = state["step"] + 1'),
-    "losses re-bound": ("td3_continuous_action", "losses[name].copy_(loss)", "losses[name] = loss"),
-    "a rollout re-bound": ("ppo_continuous_action", "buffer.copy_(rollout)", "buffer = rollout.to(device).clone()"),
-    "Atari's rollout re-bound": ("ppo_atari_envpool", "buffer.copy_(rollout)", "buffer = rollout.to(device).clone()"),
+    "Adam's count re-bound": (
+        "td3_continuous_action",
+        'step = state["step"].add_(1)',
+        'state["step"] = state["step"] + 1; step = state["step"]',
+    ),
+    "Adam's moments re-bound": (
+        "sac_continuous_action",
+        'state["exp_avg"].lerp_(',
+        'state["exp_avg"] = state["exp_avg"].lerp(',
+    ),
+    "targets re-bound": (
+        "td3_continuous_action",
+        "target.params.detach().lerp_(network.params.detach(), tau)",
+        "target.params = nn.Parameter(target.params.detach().lerp(network.params.detach(), tau))",
+    ),
+    "losses re-bound": (
+        "td3_continuous_action",
+        'losses["qf_loss"].copy_(qf_losses.detach().mean())',
+        'losses["qf_loss"] = qf_losses.detach().mean()',
+    ),
+    "a rollout re-bound": ("ppo_continuous_action", SENT, REBOUND),
+    "Atari's rollout re-bound": ("ppo_atari_envpool", SENT, REBOUND),
+    "a warm-up that is kept": ("ppo_continuous_action", "restore(tensors, saved)", "pass"),
+    "random numbers that warming up takes": ("sac_continuous_action", "torch.manual_seed(noise_seed)", "pass"),
     "kinds of gradient steps mixed up": ("sac_continuous_action", "graphs[kind]()", "graphs[kinds[0]]()"),
     "a kind read from a number": ("td3_continuous_action", "if update_actor:", "if updates % policy_frequency == 0:"),
     "noise drawn by NumPy": ("td3_continuous_action", "torch.randn_like(mean)", "float(np.random.standard_normal())"),
@@ -81,8 +108,10 @@ REFUSED = {
     "a mask": ("index.Tensor", "buffer[buffer > 0]"),
     "a list": ("tolist", "size.tolist()"),
     "a copy to NumPy": ("cpu", "size.cpu().numpy()"),
-    "a copy to the host": ("to, between", 'size.to("cpu")'),
-    "a copy of a number": ("tensor, between", "torch.tensor(0.99, device=device)"),
+    "a copy to the host": (r"^to\(\)", 'size.to("cpu")'),
+    "a copy of a number": (r"^tensor\(\)", "torch.tensor(0.99, device=device)"),
+    "a wait": ("synchronize", "torch.cuda.synchronize()"),
+    "a seed": ("manual_seed", "torch.manual_seed(1)"),
     "a copy of noise": ("from_numpy", "torch.from_numpy(np.zeros(3)).to(device)"),
 }
 
@@ -143,6 +172,16 @@ def test_a_graph_draws_anew_and_writes_to_its_own_inputs(device):
     assert x.tolist() == [0, 0, 0]
 
 
+def test_a_graph_draws_from_the_seed_that_is_set_after_its_capture(device):
+    captured = CudaGraphModule(lambda: torch.randn(3, device=device), warmup=1, device=device)
+    captured()
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        expected = torch.randn(3, device=device)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(captured(), expected, rtol=0, atol=0)
+
+
 def test_a_graph_has_no_values_before_it_runs(device):
     kept = []
     captured = CudaGraphModule(lambda x: kept.append(x + 1), warmup=1, device=device)
@@ -163,6 +202,8 @@ def test_a_graph_has_no_values_before_it_runs(device):
         lambda x: x.tolist(),
         lambda x: x.cpu(),
         lambda x: x.to("cpu"),
+        lambda x: torch.cuda.synchronize() or x + 1,
+        lambda x: torch.manual_seed(x.dim()) and x + 1,
         lambda x: x + torch.tensor([1.0], device=x.device),
         lambda x: x + torch.from_numpy(np.ones(3)).to(x.device),
     ],

@@ -1,6 +1,8 @@
 """How often each script copies and waits: as often as docs/tricks.md says, and never in what is to be captured."""
 
 from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from conftest import OFF_POLICY, ROOT, SCRIPTS, TWINS, changed, play
@@ -20,8 +22,10 @@ def count(command: str) -> list[Counter]:
     """What a script and its options count between steps of the environments; the run saves and evaluates, too."""
     name, *options = command.split()
     args = SHORT if name in OFF_POLICY else ROLLOUTS
-    with counted_traffic() as traffic:
-        run = play(name, *args, *options, "--save-model", "--eval-episodes", "1", cuda=True)
+    options += ["--save-model", "--eval-episodes", "1"]
+    with counted_traffic() as traffic, TemporaryDirectory() as directory:
+        run = play(name, *args, *options, cuda=True, directory=Path(directory))
+        assert [*Path(directory).glob(f"runs/*/{run['global_step']}.pt")]
     assert run["updates"] >= 16
     return traffic.between_steps()[STEADY]
 
@@ -60,6 +64,9 @@ def test_copies_and_waits_are_those_of_the_table(command):
 
 TD3, PPO = "td3_continuous_action_torchcompile", "ppo_continuous_action_torchcompile --act-device device"
 NOISE, UPDATE = "torch.randn_like(mean)", '"""One gradient step on a new batch."""'
+NEXT, ROLLOUT = "obs[:] = next_obs.reshape(num_envs, obs_dim)", "buffer.copy_(rollout, non_blocking=True)"
+ACTED = "actions = act(torch.from_numpy(obs).to(device, non_blocking=True))"
+UNDER_WAY = "under way"
 WAITED, COPIED = "to the host and wait in update", "to the device and wait in update"
 # What a script has, what the fault makes of it, and what is said about that.
 FAULTS = {
@@ -80,11 +87,14 @@ FAULTS = {
     "a branch on a tensor": (TD3, UPDATE, f"{UPDATE}; size > 1 and None", WAITED),
     "a number copied": (TD3, UPDATE, f"{UPDATE}; torch.tensor(0.99, device=device)", COPIED),
     "a shape that values decide": (TD3, UPDATE, f"{UPDATE}; size[size > 0]", "wait in update"),
+    "a row changed too early": (TD3, NEXT, f"{NEXT}; row_obs[:] = obs", UNDER_WAY),
+    "observations changed too early": (TD3, ACTED, f"{ACTED}; obs.fill(0); actions = actions", UNDER_WAY),
+    "a rollout changed too early": (PPO, ROLLOUT, f"{ROLLOUT}; rollout[0] = rollout[-1]", UNDER_WAY),
     "waiting": (TD3, UPDATE, f"{UPDATE}; torch.cuda.synchronize()", "wait in update"),
 }
 # Faults of the loop, which may copy and wait: what is counted too often.
 TOO_OFTEN = {
-    "a copy that is waited for": ("copy_(row, non_blocking=True)", "copy_(row)", Counter(["wait"])),
+    "a copy that is waited for": ("non_blocking=global_step > args.learning_starts", "", Counter(["wait"])),
     "a loss looked at": (
         "size.fill_(global_step)",
         'size.fill_(global_step); losses["qf1_loss"].item()',

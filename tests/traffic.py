@@ -1,7 +1,8 @@
 """What goes between the host and a CUDA device, counted without one: the device's tensors are on "meta", the host's are real.
 
-On "meta" nothing is computed, so what comes back to the host is zeros. But where each tensor is, is known, and so is each
-copy and each wait: more than a GPU tells, which waits without a word.
+On "meta" nothing is computed, so what comes back to the host is zeros, or a one where a number is asked for. But where each
+tensor is, is known, and so is each copy and each wait: more than a GPU tells, which waits without a word. What the host sends
+without waiting has to stay as it is until the next wait, for the device may read it at any time until then.
 
 Not as on a GPU: an operation that one of its own kernels would make wait is not known here, unless PyTorch has tagged it.
 """
@@ -29,7 +30,7 @@ NO_KERNEL = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, at
 CAPTURED = {"act", "prepare", "update"}
 
 
-class TrafficError(RuntimeError):
+class TrafficError(Exception):  # no RuntimeError, of which scripts only warn while they save
     """What a GPU refuses, or what must not happen in what is to be captured."""
 
 
@@ -48,6 +49,7 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.steps: list[Counter[str]] = []  # what was counted by each step of the environments
+        self.under_way: list[tuple[Tensor, Tensor]] = []  # what the host has sent without waiting, and its content then
 
     def between_steps(self) -> list[Counter[str]]:
         """What was counted from each step of the environments to the next one."""
@@ -56,6 +58,10 @@ class Traffic(TorchDispatchMode):
     def note(self, *events: str) -> None:
         """Count copies and waits, and refuse them where there must not be any."""
         self.counts.update(events)
+        if "wait" in events:
+            if not all(torch.equal(source, sent) for source, sent in self.under_way):
+                self.fail("memory of the host changed with a copy of it under way until here")
+            self.under_way.clear()
         frames = list(script_frames())
         if found := CAPTURED & {frame.f_code.co_name for frame in frames}:
             self.fail(f"{' and '.join(events)} in {found.pop()}")
@@ -73,14 +79,15 @@ class Traffic(TorchDispatchMode):
             return function(*args, **kwargs)
 
         if function is aten.copy_.default and on_host:
-            self._copied(args[0].is_meta, *args[2:], **kwargs)
+            self._copied(*args, **kwargs)
             return args[0] if args[0].is_meta else args[0].zero_()
         if function is aten._to_copy.default and (on_host or kwargs.get("device", args[0].device).type == "cpu"):
-            self._copied(bool(on_host), kwargs.get("non_blocking", False))
-            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
+            result = torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
+            self._copied(result, args[0], kwargs.get("non_blocking", False))
+            return result
         if function is aten._local_scalar_dense.default:
             self.note("to the host", "wait")
-            return torch.zeros((), dtype=args[0].dtype).item()
+            return torch.ones((), dtype=args[0].dtype).item()
         if waits(function, args):
             self.note("wait")
         # With "device" it makes a tensor like another one.
@@ -92,11 +99,13 @@ class Traffic(TorchDispatchMode):
         self.counts["operation"] += not view and function.overloadpacket not in NO_KERNEL
         return function(*args, **kwargs)
 
-    def _copied(self, to_device: bool, non_blocking: bool = False) -> None:
+    def _copied(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> None:
         # The host waits for what it copies, unless told otherwise, and for what comes from the device in any case: nothing
         # here is pinned.
-        waited = not (to_device and non_blocking)
-        self.note("to the device" if to_device else "to the host", *["wait"] * waited)
+        sent = target.is_meta and non_blocking
+        self.note("to the device" if target.is_meta else "to the host", *["wait"] * (not sent))
+        if sent:
+            self.under_way.append((source, source.clone()))
 
 
 @contextmanager
