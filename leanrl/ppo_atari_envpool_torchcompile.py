@@ -625,6 +625,7 @@ if __name__ == "__main__":
         if args.compile:
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --tf32 decides
             torch._dynamo.config.trace_autograd_ops = True  # [fast 2] the gradient, too, without a break
+            torch._inductor.config.max_pointwise_cat_inputs = 16  # on a GPU one kernel joins the 13 parts of the gradient
             act, prepare, update = (torch.compile(function, fullgraph=True) for function in (act, prepare, update))
         # [fast 4] A captured graph is launched at once. Gain: to be measured.
         if cudagraphs:

@@ -172,14 +172,13 @@ class Actor(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(obs_dim, 256, device=device)
         self.fc2 = nn.Linear(256, 256, device=device)
-        self.fc_mean = nn.Linear(256, action_dim, device=device)
-        self.fc_logstd = nn.Linear(256, action_dim, device=device)
+        self.fc_out = nn.Linear(256, 2 * action_dim, device=device)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         x = F.relu(self.fc1(obs))
         x = F.relu(self.fc2(x))
-        log_std = torch.tanh(self.fc_logstd(x))
-        return self.fc_mean(x), self.LOG_STD_MIN + 0.5 * (self.LOG_STD_MAX - self.LOG_STD_MIN) * (log_std + 1)
+        mean, log_std = self.fc_out(x).chunk(2, dim=-1)
+        return mean, self.LOG_STD_MIN + 0.5 * (self.LOG_STD_MAX - self.LOG_STD_MIN) * (torch.tanh(log_std) + 1)
 
 
 # ---- Algorithm -------------------------------------------------------------------------------------------------------
