@@ -348,7 +348,7 @@ class Logger:
             self.folder, self.lock = folder, FileLock(folder / ".lock")
             self.lock.acquire(blocking=False)
         except (OSError, NotImplementedError) as error:
-            refuse(f"{folder or 'runs'} cannot be written to: {'another run is at work' if isinstance(error, Timeout) else error}")
+            refuse(f"{folder or 'runs'} cannot be written to: {'a run is at work' if isinstance(error, Timeout) else error}")
         if args.track:
             run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name, "resume": "allow"}
             try:

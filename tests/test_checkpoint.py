@@ -229,7 +229,7 @@ def test_a_run_at_work_under_nohup_goes_on_and_keeps_others_out_of_its_folder(tm
     assert raised.value.code == 2
     assert capfd.readouterr().err.splitlines() == [
         "--checkpoint-every None from here on, it was 200",
-        f"{name}.py: error: {folder} cannot be written to: another run is at work",
+        f"{name}.py: error: {folder} cannot be written to: a run is at work",
     ]
     wait_for_checkpoint(tmp_path, process)
     process.terminate()
