@@ -206,6 +206,7 @@ def wait_for_checkpoint(directory: Path, process: subprocess.Popen) -> Path:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("name", ["td3_continuous_action", "ppo_continuous_action"])
 def test_a_signal_ends_a_run_in_order_and_with_a_checkpoint(name, number, status, tmp_path):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests run under nohup, it is ignored
     process = start(name, tmp_path, *QUICK[name], "--checkpoint-every", "200")
     due = wait_for_checkpoint(tmp_path, process)
     process.send_signal(number)
