@@ -3,8 +3,9 @@
     python benchmark/peers.py {sb3,sbx} SCRIPT --env-id=ID --seed=N --total-timesteps=N [--learning-starts=N]
 
 Same task and networks, same batches and number of gradient steps as the scripts have by default; everything else is the
-library's default. PPO goes without the normalisation that the script has, which saves the libraries time. SPS counts from a
-step at which everything is compiled: JAX does so when it learns for the first time.
+library's default. PPO goes without the normalisation that the script has, which saves the libraries time. Atari games are
+ale-py's behind Stable-Baselines3's own wrappers, stepped in turn: the same frames, network and batches, but no EnvPool. SPS
+counts from a step at which everything is compiled: JAX does so when it learns for the first time.
 """
 
 import argparse
@@ -15,6 +16,8 @@ import time
 import gymnasium as gym
 import jax
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_atari_env
+from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
 PACKAGES = {"sb3": "stable_baselines3", "sbx": "sbx"}
 OFF_POLICY = {"train_freq": 1, "gradient_steps": 1, "batch_size": 256, "policy_kwargs": {"net_arch": [256, 256]}}
@@ -22,11 +25,13 @@ ON_POLICY = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10}
 ON_POLICY |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}
 # The libraries advise the CPU for PPO on small networks.
 ON_POLICY |= {"device": "cpu"}
-# The class, its options, and the step at which the clock starts, counted from the first that learns.
+ATARI = {"n_steps": 128, "batch_size": 256, "n_epochs": 4, "learning_rate": 2.5e-4, "clip_range": 0.1, "ent_coef": 0.01}
+# The class, its policy, its options, and the step at which the clock starts, counted from the first that learns.
 ALGORITHMS = {
-    "sac_continuous_action": ("SAC", OFF_POLICY, 500),
-    "td3_continuous_action": ("TD3", OFF_POLICY, 500),
-    "ppo_continuous_action": ("PPO", ON_POLICY, 2 * 2048 + 1),
+    "sac_continuous_action": ("SAC", "MlpPolicy", OFF_POLICY, 500),
+    "td3_continuous_action": ("TD3", "MlpPolicy", OFF_POLICY, 500),
+    "ppo_continuous_action": ("PPO", "MlpPolicy", ON_POLICY, 2 * 2048 + 1),
+    "ppo_atari_envpool": ("PPO", "CnnPolicy", ATARI, 2 * 8 * 128 + 8),
 }
 
 
@@ -43,6 +48,14 @@ class Stopwatch(BaseCallback):
         return True
 
 
+def make_env(script: str, env_id: str, seed: int) -> gym.Env | VecEnv:
+    """The environment of a script: of Atari, the eight games of ale-py for EnvPool's id, such as Breakout-v5."""
+    if script != "ppo_atari_envpool":
+        return gym.make(env_id)
+    gym.register_envs(importlib.import_module("ale_py"))
+    return VecFrameStack(make_atari_env(f"{env_id.removesuffix('-v5')}NoFrameskip-v4", n_envs=8, seed=seed), n_stack=4)
+
+
 def main() -> None:
     begin = time.perf_counter()
     parser = argparse.ArgumentParser()
@@ -52,10 +65,10 @@ def main() -> None:
     for name, default in (("--seed", None), ("--total-timesteps", None), ("--learning-starts", 0)):
         parser.add_argument(name, type=int, default=default, required=default is None)
     args = parser.parse_args()
-    algorithm, options, start = ALGORITHMS[args.script]
+    algorithm, policy, options, start = ALGORITHMS[args.script]
     options = options | ({"learning_starts": args.learning_starts} if args.learning_starts else {})
     library = importlib.import_module(PACKAGES[args.peer])
-    model = getattr(library, algorithm)("MlpPolicy", gym.make(args.env_id), seed=args.seed, **options)
+    model = getattr(library, algorithm)(policy, make_env(args.script, args.env_id, args.seed), seed=args.seed, **options)
     stopwatch = Stopwatch(args.learning_starts + start)
     model.learn(args.total_timesteps, callback=stopwatch)
     elapsed = time.perf_counter() - stopwatch.started if stopwatch.started else None

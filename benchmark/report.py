@@ -197,12 +197,24 @@ def cuda_code_table(lines: list[dict]) -> str:
     return "\n\n".join([markdown(header, rows), *errors, below])
 
 
+def roofline_table(lines: list[dict]) -> str:
+    """What the matrix products alone would allow beside what a compiled run reaches."""
+    rows = []
+    for line in lines:
+        bound = line["gflops"] * 1000 / line["mflop_per_step"]
+        figures = [f"{line['mflop_per_step']:.1f}", str(line["threads"]), f"{line['gflops']:.0f}", f"{bound:.0f}"]
+        rows.append([line["script"], *figures, f"{line['sps']:.0f}", f"{line['sps'] / bound:.0%}"])
+    header = ["", "MFLOP a step", "threads", "GFLOP/s", "the products alone, steps/s", "compiled, steps/s", "share"]
+    return f"{markdown(header, rows)}\n\n{machine(lines)}"
+
+
 # Kind of table: what makes it, and what the lines of its file are.
 TABLES = {
     "speed": (speed_table, results.read),
     "learning": (learning_table, results.read),
     "curve": (curve_table, lambda path: results.read(path, results.check_curve)),
     "cuda_code": (cuda_code_table, lambda path: results.read(path, results.check_code)),
+    "roofline": (roofline_table, lambda path: results.read(path, results.check_roofline)),
     "tricks": (tricks_table, lambda path: results.read(path, results.check_figure)),
 }
 

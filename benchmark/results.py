@@ -160,6 +160,20 @@ class NoCode(Graph):
     error: str
 
 
+class Bound(TypedDict):
+    """A line of benchmark/roofline.py: a script's products, and what the machine does of such a second."""
+
+    format: int
+    script: str
+    threads: int
+    sps: float
+    mflop_per_step: float
+    gflops: float
+    versions: dict[str, str | None]
+    hardware: Hardware
+    git_commit: str | None
+
+
 class FormatError(ValueError):
     """A line of another version of the format."""
 
@@ -232,6 +246,13 @@ def check_code(line: object) -> None:
     check_keys(line, Code if line.get("generated") else NoCode)
     if line["generated"] and line["compiled"] + len(line["errors"]) != line["kernels"]:
         raise ValueError("has kernels that neither compile nor have an error")
+
+
+def check_roofline(line: object) -> None:
+    """Raise ValueError, with one line that says why, unless this is a line of benchmark/roofline.py."""
+    check_format(line)
+    check_finite(line)
+    check_keys(line, Bound)
 
 
 def check_figure(line: object) -> None:

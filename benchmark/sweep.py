@@ -226,8 +226,7 @@ def select(args: Args, gpus: list[str]) -> list[Run]:
             learning_starts = task.learning_starts
             if learning_starts is not None and args.profile != "full":
                 learning_starts = min(1000, steps // 3)
-            # The libraries' default networks are not those of the Atari script, and they have no EnvPool.
-            fit = [mode for mode in modes if not (task.atari and mode in PEERS)]
+            fit = [mode for mode in modes if not (task.atari and mode == "sbx")]  # SBX has no policy for images
             for env_id in args.atari_env_ids if task.atari else args.env_ids:
                 runs += [Run(script, mode, env_id, seed, steps, learning_starts) for mode in fit]
     if not runs:

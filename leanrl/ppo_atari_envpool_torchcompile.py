@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import envpool
 import gymnasium as gym
@@ -54,7 +54,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: int = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
-    tf32: bool = False  # let float32 products and convolutions on CUDA use TF32 (faster, about three decimal digits)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high: TF32 (CUDA), medium: bfloat16 (CPU)
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
@@ -358,8 +358,7 @@ class Logger:
             except Exception as error:  # such as a missing login
                 refuse(f"--track cannot start Weights & Biases: {error}")
         self.writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume and trains else None)  # later logs go
-        rows = {"param": "value", "-": "-", **asdict(args)}.items()
-        self.writer.add_text("hyperparameters", "\n".join(f"|{key}|{value}|" for key, value in rows))
+        self.writer.add_text("hyperparameters", "param|value\n-|-" + "".join(f"\n{k}|{v}" for k, v in vars(args).items()))
         self.bar = tqdm(total=args.total_timesteps, initial=step, unit="step", dynamic_ncols=True, disable=not trains)
 
     def count(self, step: int, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid=1) -> None:
@@ -370,7 +369,7 @@ class Logger:
                     raise SystemExit(f"{Path(__file__).name}: error: environment {index}, step {step}: a number is not finite")
         self.returns += rewards
         self.lengths += valid
-        if done.any():
+        if np.count_nonzero(done):  # 0.2 us; done.any() takes 1.3
             self.episodes += [(step, float(self.returns[i]), int(self.lengths[i])) for i in np.flatnonzero(done)]
             self.returns[done], self.lengths[done] = 0, 0
 
@@ -446,8 +445,7 @@ def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[st
     Keeps the one saved before. Only warns where the disk is full. A number that is not finite is not saved, and ends the run.
     """
     args, step, previous = logger.args, progress[0], logger.saved_step
-    due = step - previous >= (args.checkpoint_every or math.inf)
-    if not due and not (last and (args.save_model or args.checkpoint_every)):
+    if step - previous < (args.checkpoint_every or math.inf) and not (last and (args.save_model or args.checkpoint_every)):
         return
     path, new, logger.saved_step = logger.folder / f"{step}.pt", logger.folder / "checkpoint.new", step
     try:
@@ -521,8 +519,8 @@ if __name__ == "__main__":
         print("CUDA is not available: running on the CPU", file=sys.stderr)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_flush_denormal(True)  # Adam's moments of weights without gradient become denormal, which a CPU is slow at
-    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = args.tf32  # on by default, for convolutions
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"  # of convolutions, on by default
     torch.manual_seed(args.seed)
     if args.compile and device.type == "cpu" and os.name == "posix" and not shutil.which(os.getenv("CXX", "g++")):  # [fast 1]
         refuse("--compile needs a C++ compiler such as g++, or one that CXX names")
@@ -623,8 +621,9 @@ if __name__ == "__main__":
         stop_when_asked(stopping)
         # [fast 1] The policy, the preparation of the batch and the gradient step are one graph each. Measured: 1.06 times.
         if args.compile:
-            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --tf32 decides
+            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --matmul-precision decides
             torch._dynamo.config.trace_autograd_ops = True  # [fast 2] the gradient, too, without a break
+            torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
             torch._inductor.config.max_pointwise_cat_inputs = 16  # on a GPU one kernel joins the 13 parts of the gradient
             act, prepare, update = (torch.compile(function, fullgraph=True) for function in (act, prepare, update))
         # [fast 4] A captured graph is launched at once. Gain: to be measured.
@@ -660,7 +659,7 @@ if __name__ == "__main__":
                 rollout_obs[step + 1].copy_(torch.from_numpy(next_obs).to(device, non_blocking=True).permute(0, 2, 3, 1))
 
                 rollout_rewards[step], rollout_terminated[step] = rewards, terminated
-                global_step += int(valid.sum())
+                global_step += int(np.count_nonzero(valid))
                 logger.count(global_step, actions, infos["reward"], (infos["terminated"] > 0) | truncated, valid=valid)
                 # The next step of a game that is over or lost a life only goes on, and ignores the action.
                 valid = ~(terminated | truncated)
@@ -685,7 +684,6 @@ if __name__ == "__main__":
         stop_when_asked(stopping, first="the end of the logs")
     measured = {"total_timesteps": global_step, "updates": updates, "device": device.type, "eval_returns": eval_returns}
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}
-    measured["peak_device_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else None
     logger.print_summary(**measured, compile=args.compile, cudagraphs=cudagraphs)  # [fast 1, 4]
     if stopping:
         sys.exit(128 + stopping[0])

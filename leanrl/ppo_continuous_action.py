@@ -52,7 +52,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: int = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
-    tf32: bool = False  # let float32 matrix products on CUDA use TF32 (faster, about three decimal digits)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high: TF32 (CUDA), medium: bfloat16 (CPU)
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
@@ -120,8 +120,8 @@ def make_env(args: Args, film: bool = False) -> gym.Env:
         if film:
             if renderer := getattr(env.unwrapped, "mujoco_renderer", None):
                 # Gymnasium 1.4 looks at where an episode began, and a HalfCheetah runs out of sight. -1: no such camera.
-                names = [renderer.model.camera(index).name for index in range(renderer.model.ncam)]
-                renderer.camera_id = names.index("track") if "track" in names else -1
+                cameras = [renderer.model.camera(index).name for index in range(renderer.model.ncam)]
+                renderer.camera_id = cameras.index("track") if "track" in cameras else -1
             env.reset()
             env.render()
     except Exception as error:  # an environment may raise anything
@@ -131,6 +131,13 @@ def make_env(args: Args, film: bool = False) -> gym.Env:
     if not (boxes and (acts.low < acts.high).all()):
         refuse(f"--env-id takes Box observations and Box actions of real numbers, {args.env_id} has {seen} and {acts}")
     return env
+
+
+class Envs(SyncVectorEnv):
+    """Environments stepped in turn, without what they tell besides: to gather it takes 10 of 74 us, and nobody reads it."""
+
+    def _add_info(self, vector_infos: dict, env_info: dict, env_num: int) -> dict:
+        return vector_infos
 
 
 # ---- Networks --------------------------------------------------------------------------------------------------------
@@ -180,7 +187,8 @@ class RunningMoments:
             return
         mean = rows.sum(axis=0, dtype=np.float64) / added
         delta = mean - self.mean
-        self.squares += np.square(rows - mean).sum(axis=0) + np.square(delta) * (count * added / (count + added))
+        within = np.square(rows - mean).sum(axis=0) if added > 1 else 0.0  # 3 of 10 us
+        self.squares += within + np.square(delta) * (count * added / (count + added))
         self.count.fill(count + added)
         self.mean += delta * (added / (count + added))
 
@@ -318,8 +326,7 @@ class Logger:
             except Exception as error:  # such as a missing login
                 refuse(f"--track cannot start Weights & Biases: {error}")
         self.writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume and trains else None)  # later logs go
-        rows = {"param": "value", "-": "-", **asdict(args)}.items()
-        self.writer.add_text("hyperparameters", "\n".join(f"|{key}|{value}|" for key, value in rows))
+        self.writer.add_text("hyperparameters", "param|value\n-|-" + "".join(f"\n{k}|{v}" for k, v in vars(args).items()))
         self.bar = tqdm(total=args.total_timesteps, initial=step, unit="step", dynamic_ncols=True, disable=not trains)
 
     def count(self, step: int, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid=1) -> None:
@@ -330,7 +337,7 @@ class Logger:
                     raise SystemExit(f"{Path(__file__).name}: error: environment {index}, step {step}: a number is not finite")
         self.returns += rewards
         self.lengths += valid
-        if done.any():
+        if np.count_nonzero(done):  # 0.2 us; done.any() takes 1.3
             self.episodes += [(step, float(self.returns[i]), int(self.lengths[i])) for i in np.flatnonzero(done)]
             self.returns[done], self.lengths[done] = 0, 0
 
@@ -406,8 +413,7 @@ def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[st
     Keeps the one saved before. Only warns where the disk is full. A number that is not finite is not saved, and ends the run.
     """
     args, step, previous = logger.args, progress[0], logger.saved_step
-    due = step - previous >= (args.checkpoint_every or math.inf)
-    if not due and not (last and (args.save_model or args.checkpoint_every)):
+    if step - previous < (args.checkpoint_every or math.inf) and not (last and (args.save_model or args.checkpoint_every)):
         return
     path, new, logger.saved_step = logger.folder / f"{step}.pt", logger.folder / "checkpoint.new", step
     try:
@@ -483,14 +489,14 @@ if __name__ == "__main__":
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_flush_denormal(True)  # Adam's moments of weights without gradient become denormal, which a CPU is slow at
     torch.set_num_threads(1)  # small networks: 1.06 times the steps/s with one environment, 0.90 with 64
-    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    torch.set_float32_matmul_precision(args.matmul_precision)
     torch.manual_seed(args.seed)
 
     checkpoint = load_checkpoint(args, ignored=("exp_name",)) if args.resume or args.evaluate else {}
     global_step, updates, episodes = checkpoint["progress"] if args.resume else (0, 0, [])
     # Stepped in turn, each reset in the step after the end of its episode. copy=False: the rollout has a copy.
     env_fns = [partial(make_env, args, args.capture_video and index == 0) for index in range(args.num_envs)]
-    envs = SyncVectorEnv(env_fns, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
+    envs = Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(envs.single_action_space.shape)
     action_low, action_high = envs.single_action_space.low.ravel(), envs.single_action_space.high.ravel()
 
@@ -614,7 +620,7 @@ if __name__ == "__main__":
                 next_obs, rewards, terminated, truncated, _ = envs.step(clipped)
 
                 rollout_actions[step], rollout_rewards[step], rollout_terminated[step] = actions, rewards, terminated
-                global_step += int(valid.sum())
+                global_step += int(np.count_nonzero(valid))
                 discounted_return = rewards + gamma * discounted_return * valid
                 rollout_returns[step] = discounted_return
                 done = terminated | truncated
@@ -648,7 +654,6 @@ if __name__ == "__main__":
         stop_when_asked(stopping, first="the end of the logs")
     measured = {"total_timesteps": global_step, "updates": updates, "device": device.type, "eval_returns": eval_returns}
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}
-    measured["peak_device_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else None
     logger.print_summary(**measured, compile=False, cudagraphs=False)
     if stopping:
         sys.exit(128 + stopping[0])

@@ -130,7 +130,7 @@ def test_launches_are_counted_where_the_code_runs():
         (
             "sac_continuous_action",
             ["--buffer-size", "256"],
-            ["act", "update(update_actor=False, update_target=True)", "update(update_actor=True, update_target=True)"],
+            ["act", "update_critic(update_target=True)", "update_actor"],
         ),
         ("ppo_continuous_action", ["--num-steps", "16", "--num-minibatches", "2"], ["act", "prepare", "update"]),
     ],

@@ -97,7 +97,7 @@ STALE = {
     "a warm-up that is kept": ("ppo_continuous_action", "restore(tensors, saved)", "pass"),
     "random numbers that warming up takes": ("sac_continuous_action", "torch.manual_seed(noise_seed)", "pass"),
     "kinds of gradient steps mixed up": ("sac_continuous_action", "graphs[kind]()", "graphs[kinds[0]]()"),
-    "a kind read from a number": ("td3_continuous_action", "if update_actor:", "if updates % policy_frequency == 0:"),
+    "a kind read from a number": ("td3_continuous_action", "if with_actor:", "if updates % policy_frequency == 0:"),
     "noise drawn by NumPy": ("td3_continuous_action", "torch.randn_like(mean)", "float(np.random.standard_normal())"),
 }
 # Statements in TD3's gradient step, and the call that is refused.

@@ -149,7 +149,6 @@ def summary_and_log(name: str, args: tuple[str, ...], directory: Path) -> tuple[
         "device": "cpu",
         "compile": False,
         "cudagraphs": False,
-        "peak_device_memory_mb": None,
         "cuda": False,
         "checkpoint_every": None,
         "eval_returns": [],

@@ -433,7 +433,7 @@ def refused(done: subprocess.CompletedProcess) -> str:
         (["--seeds"], "nothing is selected"),
         (["--scripts"], "nothing is selected"),
         (["--workers", "0"], "--workers takes a number from 1"),
-        (["--workers", "1000"], "--workers takes a number from 1 to"),
+        (["--workers", "1000"], "--workers 1000 is 1000 runs at a time, and there are"),
         (["--total-timesteps", "0"], "--total-timesteps takes a number from 1"),
         (["--folder", "/proc/sweep"], "--folder takes a folder that can be written to, got /proc/sweep: "),
         (["--folder", "/dev/null"], "--folder takes a folder that can be written to, got /dev/null: "),

@@ -174,13 +174,17 @@ def test_eager_twin_and_compiled_twin_compute_the_same(script, num_envs):
     eager, compiled, graphs = run_all(run, script, *TWENTY_UPDATES, "--num-envs", num_envs, atol=ONE_STEP)
     assert eager["updates"] == 20
     kinds = compiled["kinds"]
-    # The policy and each kind of gradient step, and nothing compiled again in the run or after it.
-    assert graphs == 1 + len(kinds)
+    # The policy and the two halves of a gradient step, and nothing compiled again in the run or after it.
+    assert graphs == 3
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step in range(20):
             compiled["size"].fill_(20 + step)
             compiled["act"](torch.from_numpy(compiled["obs"]))
             compiled["update"](*kinds[step % len(kinds)])
+        # A number that has changed is seen: compiled code is never run with the old one.
+        compiled["update"].__globals__["gamma"] = 0.0
+        with pytest.raises(torch._dynamo.exc.RecompileError):
+            compiled["update"](*kinds[0])
 
 
 @pytest.mark.parametrize("case", PPO_CASES)

@@ -1,0 +1,91 @@
+"""What the matrix products of a script would allow, were they all: a bound on its speed, and how far from it a run is.
+
+    python benchmark/roofline.py [benchmark/results/roofline.jsonl]
+
+Counts the floating-point operations of products and convolutions in an agent step, with all that is learnt in one, by
+PyTorch's own counter, in the eager script at its default sizes; measures how many the machine's CPU does a second in large
+float32 products, on as many threads as the script has; and times a compiled run, once. Nothing else may run meanwhile. A file
+named on the command line is written anew, one line a script.
+"""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import chdir, redirect_stdout
+from pathlib import Path
+from unittest.mock import patch
+
+import results
+import torch
+from job import provenance
+from report import roofline_table
+from torch.utils.flop_counter import FlopCounterMode
+
+ROOT = Path(__file__).resolve().parent.parent
+# Two lengths of a run, whose difference has no start-up, and the length of the one that is timed.
+LENGTHS = {
+    "sac_continuous_action": (120, 220, 4000),
+    "td3_continuous_action": (120, 220, 4000),
+    "ppo_continuous_action": (2048, 2 * 2048, 30 * 2048),
+    "ppo_atari_envpool": (1024, 2 * 1024, 8 * 1024),
+}
+
+
+def arguments(script: str, steps: int) -> list[str]:
+    """The arguments of a run on the CPU that learns in most of its steps."""
+    starts = [] if script.startswith("ppo") else [f"--learning-starts={100 if steps < 1000 else 1000}"]
+    return ["--no-cuda", f"--total-timesteps={steps}", *starts]
+
+
+def operations(script: str, steps: int) -> int:
+    """The floating-point operations of products and convolutions in a whole run of the eager script."""
+    path = str(ROOT / "leanrl" / f"{script}.py")
+    with FlopCounterMode(display=False) as counter, patch.object(sys, "argv", [path, *arguments(script, steps)]):
+        runpy.run_path(path, run_name="__main__")
+    return counter.get_total_flops()
+
+
+def gflops(threads: int) -> float:
+    """How many billion operations the CPU does a second on so many threads: the best of ten products of 2048 x 2048."""
+    torch.set_num_threads(threads)
+    a, b = torch.randn(2, 2048, 2048)
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        seconds.append(time.perf_counter() - start)
+    return 2 * 2048**3 / min(seconds) / 1e9
+
+
+def measure(script: str, threads: int) -> dict:
+    """The line of a script."""
+    short, long, timed = LENGTHS[script]
+    with redirect_stdout(None):
+        counted = [operations(script, steps) for steps in (short, long)]
+    threads = 1 if script == "ppo_continuous_action" else threads  # as it sets itself
+    command = [sys.executable, str(ROOT / "leanrl" / f"{script}_torchcompile.py"), "--compile", *arguments(script, timed)]
+    summary = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
+    megaflops = (counted[1] - counted[0]) / (long - short) / 1e6
+    line = {"format": results.FORMAT, "script": script, "threads": threads, "sps": summary["sps"]}
+    return line | {
+        "mflop_per_step": megaflops,
+        "gflops": gflops(threads),
+        **provenance(tuple(command), dict(os.environ), None),
+    }
+
+
+def main() -> None:
+    threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        lines = [measure(script, threads) for script in LENGTHS]
+    print(roofline_table(lines))
+    for path in sys.argv[1:]:
+        Path(path).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()
