@@ -64,6 +64,8 @@ class Job:
     """the process of the sweep, of which this one is a grandchild, and with whose end the run is to end"""
     lock: Path | None = None
     """a file that is locked, shared, as long as the run goes on"""
+    resumable: bool = False
+    """the command writes checkpoints, and goes on from the newest that is in the folder already"""
 
 
 class OrphanedError(Exception):
@@ -149,19 +151,40 @@ def grouped(*columns: list[float]) -> list[np.ndarray]:
     return [*(np.array([group[-1] for group in column]) for column in ends), np.array([group.mean() for group in means])]
 
 
-def episode_curve(runs: Path, start: float) -> dict[str, list]:
-    """Steps, seconds since `start` (Unix time) and returns from the TensorBoard logs under `runs`, as in results.Curve.
+def checkpoints(runs: Path) -> list[Path]:
+    """The checkpoints of a run, the one written last at the end."""
+    return sorted(runs.glob("*/[0-9]*.pt"), key=lambda path: path.stat().st_mtime_ns)
 
-    Returns that are not finite are left out: JSON has no such numbers, and no curve is drawn through them.
+
+def seconds_run(starts: list[float], times: list[float]) -> list[float]:
+    """For how long a run had been going on at these times, if it was started, or taken up, at `starts`; all Unix times.
+
+    From the last of these times before a start to that start it was not going on, or did what was lost.
+    """
+    moments, before = np.asarray(times, dtype=float), 0.0
+    part_of = np.maximum(np.searchsorted(starts, moments, side="right") - 1, 0)
+    for part, start in enumerate(starts):
+        moments[part_of == part] += before - start
+        before = moments[part_of == part].max(initial=before)
+    return moments.tolist()
+
+
+def episode_curve(runs: Path, starts: list[float]) -> dict[str, list]:
+    """Steps, seconds and returns from the TensorBoard logs under `runs`, as in results.Curve.
+
+    `starts` are the Unix times at which the run was started or taken up. What it had done beyond the checkpoint from which it
+    was taken up is left out, and returns that are not finite: JSON has no such numbers, and no curve is drawn through them.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second
 
     events = []
-    for directory in sorted(runs.glob("*")):
+    for directory in sorted(path for path in runs.glob("*") if path.is_dir()):
         log = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
         if "charts/episodic_return" in log.Tags()["scalars"]:
             events += log.Scalars("charts/episodic_return")
-    finite = [(event.step, event.wall_time - start, event.value) for event in events if math.isfinite(event.value)]
+    seconds = seconds_run(starts, [event.wall_time for event in events])
+    events = zip(events, seconds, strict=True)
+    finite = [(event.step, second, event.value) for event, second in events if math.isfinite(event.value)]
     columns = list(zip(*finite, strict=True))
     steps, seconds, returns = grouped(*columns or [[], [], []])
     return {
@@ -262,7 +285,13 @@ def run_job(job: Job) -> None:
     env |= {} if job.gpu is None else {"CUDA_VISIBLE_DEVICES": job.gpu}
     cold_start = not (job.cache / "warm").exists()
     stdout, log = job.folder / "stdout.txt", job.folder / "log.txt"
-    shutil.rmtree(job.folder / "runs", ignore_errors=True)  # of a job that Slurm has put back into its queue
+    # What an earlier attempt has left, or a job that Slurm has put back into its queue.
+    runs, command, resumed = job.folder / "runs", job.command, None
+    if job.resumable and (saved := checkpoints(runs)):
+        command, resumed = (*command, f"--resume={saved[-1].parent}"), int(saved[-1].stem)
+    else:
+        shutil.rmtree(runs, ignore_errors=True)
+    runs.mkdir(exist_ok=True)
     with ExitStack() as files:
         if job.lock:
             fcntl.flock(files.enter_context(job.lock.open("a+")), fcntl.LOCK_SH)
@@ -273,7 +302,9 @@ def run_job(job: Job) -> None:
         streams = {"stdout": files.enter_context(stdout.open("wb")), "stderr": files.enter_context(log.open("wb"))}
         options = {"stdin": subprocess.DEVNULL, "cwd": job.folder, "start_new_session": True, "preexec_fn": begin}
         start = time.time()
-        process = subprocess.Popen(job.command, env=env, **streams, **options)
+        with (runs / "starts.txt").open("a") as starts:
+            starts.write(f"{start}\n")
+        process = subprocess.Popen(command, env=env, **streams, **options)
         try:
             reason = watch(process, job, gpu)
         except OrphanedError:
@@ -290,11 +321,13 @@ def run_job(job: Job) -> None:
         else:
             gpu_columns = grouped([second - start for second in gpu.seconds], gpu.utilization)
             gpu_seconds, gpu_utilization = (column.round(2).tolist() for column in gpu_columns)
-            curve = episode_curve(job.folder / "runs", start)
+            curve = episode_curve(runs, [float(line) for line in (runs / "starts.txt").read_text().split()])
             curve |= {"gpu_seconds": gpu_seconds, "gpu_utilization": gpu_utilization}
             threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else None
             outcome |= {"status": "ok", "cold_start": cold_start, "threads": threads, **gpu.totals(training_seconds(summary))}
-            outcome |= {"runs_per_gpu": job.sharing, "summary": summary, "curve": curve}
+            outcome |= {"runs_per_gpu": job.sharing, "resumed": resumed, "summary": summary, "curve": curve}
+            for path in checkpoints(runs)[:-1]:  # of the last of a run, a replay buffer takes up to hundreds of megabytes
+                path.unlink()
             job.cache.mkdir(parents=True, exist_ok=True)
             (job.cache / "warm").touch()
         new = job.folder / "outcome.json.new"

@@ -110,8 +110,11 @@ def by_machine(table: Callable[[list[dict]], str]) -> Callable[[list[dict]], str
 
 @by_machine
 def speed_table(lines: list[dict]) -> str:
-    """Agent steps per second of each algorithm and mode: median and range, ratios, start-up cold and warm, GPU seconds."""
-    timed = [line for line in lines if line.get("sps")]
+    """Agent steps per second of each algorithm and mode: median and range, ratios, start-up cold and warm, GPU seconds.
+
+    Without runs that were taken up, whose figures are those of their last part.
+    """
+    timed = [line for line in lines if line.get("sps") and line.get("resumed") is None]
     on_gpu = any(line.get("gpu_busy_seconds") for line in timed)
     groups = by(timed, "algorithm", "env_id", "steps")
     several = len(groups) > len(by(timed, "algorithm"))
@@ -263,7 +266,8 @@ def below(lines: list[dict]) -> str:
 
 def plot_speed(lines: list[dict]):
     """Bars of agent steps per second by mode, the range over runs as whiskers; a panel an algorithm and environment."""
-    groups = by([line for line in lines if line.get("sps")], "algorithm", "env_id", "steps")
+    timed = [line for line in lines if line.get("sps") and line.get("resumed") is None]
+    groups = by(timed, "algorithm", "env_id", "steps")
     if not groups:
         return None
     figure, axes = panels(len(groups), "Agent steps per second: median, range, ratio to eager")
@@ -370,10 +374,22 @@ def write_plots(lines: list[dict], curves: list[dict], folder: Path) -> list[Pat
     return paths
 
 
+def unfinished(folder: Path, ended: set[str]) -> dict[str, int]:
+    """The runs of a sweep that have a checkpoint and no line yet: their names, and the newest step."""
+    steps: dict[str, int] = {}
+    for path in sorted((folder / "jobs").glob("*/*/runs/*/[0-9]*.pt")):
+        name = path.relative_to(folder / "jobs").parts[0]
+        if name not in ended:
+            steps[name] = max(steps.get(name, 0), int(path.stem))
+    return steps
+
+
 def report_folder(folder: Path) -> None:
     """Print the tables of a sweep's results and write its plots. Raises ResultsError where a file is not what it should be."""
     lines = results.read(folder / "results.jsonl")
     print(speed_table(lines))
+    for name, step in unfinished(folder, {line["job"] for line in lines}).items():
+        print(f"\nnot at its end: {name}: checkpoint at step {step:,}")
     failed = [line for line in lines if line["status"] == "failed"]
     for line in failed:
         print(f"\nfailed: {line['job']}: {line['reason']}")

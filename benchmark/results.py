@@ -69,6 +69,7 @@ class Measured(TypedDict, total=False):
     cold_start: bool  # the compilers had not compiled this script in this mode before
     threads: int | None  # OMP_NUM_THREADS, None where PyTorch chose
     runs_per_gpu: int  # how many shared the GPU
+    resumed: int | None  # the step from which it was taken up last, and sps counts; None where it ran through
     cpu_busy_seconds: float  # processor time of the run
     gpu_busy_seconds: float | None  # area under the curve of GPU utilisation, start-up left out; None without a GPU
     gpu_memory_mb: float | None  # the most that was in use on the GPU

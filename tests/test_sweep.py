@@ -1,21 +1,26 @@
 """The benchmark survives what can happen to it: with a stand-in for a script, which takes no time, and all else real."""
 
+import itertools
 import json
+import multiprocessing
 import os
 import platform
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmark"))
+import record
 import report
 import results
-import sweep
+from job import Job, run_job
 from slurm import SlurmUnavailable, slurm_cluster, wait_until
 
 # Prints a summary, after what the file named like its seed tells it to do, once or, with a trailing "!", each time. An object
@@ -23,7 +28,7 @@ from slurm import SlurmUnavailable, slurm_cluster, wait_until
 STAND_IN = """
 import json, os, psutil, signal, sys, time
 from pathlib import Path
-from tensorboard.compat.proto.event_pb2 import Event  # torch.utils.tensorboard takes seconds
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # torch.utils.tensorboard takes seconds
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -61,10 +66,22 @@ if todo.startswith("fill"):
     with (here.parent / "disk" / "filler").open("wb", buffering=0) as filler:
         while True:
             filler.write(bytes(2**20))
-writer = EventFileWriter("runs/one")
-for step, value in enumerate([*(step / 2 for step in range(1, 251)), float("inf")], start=1):
+folder = Path(options.get("resume", "runs/one"))
+first = max((int(path.stem) for path in folder.glob("*.pt")), default=0)
+writer = EventFileWriter(str(folder))
+if first:  # events of later steps are of what is lost
+    writer.add_event(Event(step=first + 1, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START)))
+for step, value in list(enumerate([*(step / 2 for step in range(1, 251)), float("inf")], start=1))[first:]:
     scalar = Summary.Value(tag="charts/episodic_return", simple_value=value)
     writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=[scalar])))
+    if every := int(options.get("checkpoint-every", 0)):
+        with (here / "steps.txt").open("a") as steps:
+            steps.write(f"{step}\\n")
+        time.sleep(0.02)
+        if step % every == 0:
+            writer.flush()
+            Path(folder, "new").touch()
+            Path(folder, "new").rename(Path(folder, f"{step}.pt"))
 writer.close()
 ballast = b"1" * 2**27
 summary = {"script": Path(__file__).stem, "env_id": options["env-id"], "seed": seed, "total_timesteps": 250}
@@ -75,12 +92,17 @@ print(json.dumps(summary))
 """
 
 
+# The sweep asks PyTorch for the number of GPUs, and nothing else: this takes no two seconds.
+NO_GPU = "class cuda:\n    device_count = staticmethod(lambda: 0)\n"
+
+
 class House:
     """A copy of benchmark/ beside a stand-in for TD3's eager script."""
 
     def __init__(self, path: Path):
         self.path, self.leanrl, self.folder = path, path / "leanrl", path / "sweep"
         shutil.copytree(ROOT / "benchmark", path / "benchmark", ignore=shutil.ignore_patterns("results", "__pycache__"))
+        (path / "benchmark" / "torch.py").write_text(NO_GPU)
         self.leanrl.mkdir()
         (self.leanrl / "td3_continuous_action.py").write_text(STAND_IN)
 
@@ -184,6 +206,61 @@ def test_after_kill_9_finished_runs_are_not_repeated(house):
     assert [line.split()[1] for line in house.starts()] == ["0", "1", "1", "2"]
 
 
+def assert_nothing_is_missing_or_twice(curve: dict) -> None:
+    """A curve of the stand-in: see the first test."""
+    assert curve["step"] == sorted(set(curve["step"]))
+    assert curve["step"][-1] == 250
+    assert (curve["episodic_return"][0], curve["episodic_return"][-1]) == (1.0, 124.75)
+    assert curve["seconds"] == sorted(curve["seconds"])
+    assert 250 * 0.02 < curve["seconds"][-1] < 30
+
+
+def test_after_kill_9_runs_go_on_from_their_checkpoints(house):
+    moments, notes = random.Random(1), house.leanrl / "steps.txt"
+    notes.touch()
+    for _ in range(10):
+        noted = len(notes.read_text())
+        sweep = house.start("--checkpoint-every", "10", seeds=1)
+        assert wait_until(lambda noted=noted: len(notes.read_text()) > noted)
+        time.sleep(moments.uniform(0, 0.4))
+        sweep.kill()
+        sweep.wait()
+        assert wait_until(lambda: not house.stand_ins())
+    done = house.sweep("--checkpoint-every", "10", seeds=1)
+    assert done.returncode == 0, done.stderr
+    steps = list(map(int, notes.read_text().split()))
+    lost = [before - after + 1 for before, after in itertools.pairwise(steps) if after <= before]
+    assert len(lost) == 10
+    assert max(lost) <= 10
+    [line] = house.lines()
+    assert line["resumed"] % 10 == 0
+    assert line["resumed"] > 0
+    assert_nothing_is_missing_or_twice(results.read(house.folder / "curves.jsonl", results.check_curve)[0])
+    assert [path.name for path in house.folder.rglob("*.pt")] == ["250.pt"]
+    assert f"| {line['algorithm']}" not in done.stdout  # the table of speeds leaves it out
+
+
+def test_a_job_that_slurm_puts_back_into_its_queue_goes_on_from_its_checkpoint(house):
+    """It starts anew in the folder that it had."""
+    script, notes = house.leanrl / "td3_continuous_action.py", house.leanrl / "steps.txt"
+    command = (sys.executable, str(script), "--env-id=A", "--seed=1", "--checkpoint-every=10")
+    folder = house.path / "job"
+    folder.mkdir()
+    again = Job(folder, command, house.path / "cache", time_limit=60, resumable=True)
+    first = multiprocessing.get_context("spawn").Process(target=run_job, args=(again,))
+    first.start()
+    assert wait_until(lambda: notes.exists() and len(notes.read_text().split()) > 25)
+    first.kill()
+    first.join()
+    assert wait_until(lambda: not house.stand_ins())
+    second = multiprocessing.get_context("spawn").Process(target=run_job, args=(again,))
+    second.start()
+    second.join(60)
+    outcome = json.loads((folder / "outcome.json").read_text())
+    assert outcome["resumed"] >= 20
+    assert_nothing_is_missing_or_twice(outcome["curve"])
+
+
 def test_a_run_that_ended_after_its_sweep_is_not_repeated(house):
     assert house.sweep(seeds=2).returncode == 0
     for name in ("results.jsonl", "curves.jsonl"):  # as if the sweep had been killed before it wrote the last line
@@ -284,10 +361,10 @@ def leave(path: Path, content: bytes | None) -> None:
 @pytest.mark.parametrize("content", NONSENSE, ids=lambda content: str(content)[:20])
 def test_what_is_no_outcome_and_no_description_counts_for_none(tmp_path, capsys, content):
     leave(tmp_path / "outcome.json", content)
-    assert sweep.read_outcome(tmp_path) is None
+    assert record.read_outcome(tmp_path) is None
     leave(tmp_path / "sweep.json", content)
     with pytest.raises(SystemExit, match="2"):
-        sweep.describe(tmp_path, "quick")
+        record.describe(tmp_path, "quick")
     assert capsys.readouterr().err == f"sweep.py: error: --folder {tmp_path}: sweep.json is not readable\n"
 
 
@@ -586,9 +663,9 @@ def test_curves_that_do_not_fit_the_format_are_refused(tmp_path, change):
 
 
 def test_runs_share_a_gpu(house):
-    """One that is pretended: the sweep asks PyTorch for their number, and nothing else."""
-    (house.path / "torch.py").write_text("class cuda:\n    device_count = staticmethod(lambda: 1)\n")
-    pretended = os.environ | {"PYTHONPATH": str(house.path), "CUDA_VISIBLE_DEVICES": "0"}
+    """One that is pretended."""
+    (house.path / "benchmark" / "torch.py").write_text(NO_GPU.replace("0", "1"))
+    pretended = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
     cores = len(os.sched_getaffinity(0))
     for seed in range(2):
         house.tell(seed, "wait!")
@@ -608,5 +685,6 @@ def test_runs_share_a_gpu(house):
         refused = house.sweep(*args, env=pretended)
         assert refused.returncode == 2
         assert told in refused.stderr
+    (house.path / "benchmark" / "torch.py").unlink()  # the real one
     refused = house.sweep("--runs-per-gpu", "2", env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     assert "where there is no GPU" in refused.stderr

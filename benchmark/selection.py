@@ -1,0 +1,237 @@
+"""What a sweep is to run: its arguments, the profiles, and the runs that they select."""
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+# The suffix of the script and its flags; of a library, None.
+MODES = {
+    "eager": ("", ()),
+    "twin": ("_torchcompile", ()),
+    "compile": ("_torchcompile", ("--compile",)),
+    "cudagraphs": ("_torchcompile", ("--cudagraphs",)),
+    "both": ("_torchcompile", ("--compile", "--cudagraphs")),
+    "sb3": None,
+    "sbx": None,
+}
+PEERS = ("sb3", "sbx")
+CUDA_MODES = ("cudagraphs", "both")
+MUJOCO = ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a script does in each profile: agent steps, and those with random actions before it learns."""
+
+    quick: int
+    speed: int
+    full: int
+    learning: int
+    learning_env_ids: tuple[str, ...]
+    """environments of the profile learning"""
+    learning_seeds: tuple[int, ...]
+    """and its seeds"""
+    learning_starts: int | None = None
+    """in the long profiles; at most 1000 in the others, for SPS counts from the first step that learns"""
+    atari: bool = False
+
+
+TASKS = {
+    "sac_continuous_action": Task(3000, 6000, 1_000_000, 1_000_000, MUJOCO, (1, 2, 3), learning_starts=5_000),
+    "td3_continuous_action": Task(3000, 6000, 1_000_000, 1_000_000, MUJOCO, (1, 2, 3), learning_starts=25_000),
+    "ppo_continuous_action": Task(
+        quick=20 * 2048,
+        speed=30 * 2048,
+        full=1_000_000,
+        learning=1_000_000,
+        learning_env_ids=(*MUJOCO, "Ant-v4", "InvertedPendulum-v4", "Reacher-v4", "Humanoid-v4"),
+        learning_seeds=tuple(range(1, 11)),
+    ),
+    "ppo_atari_envpool": Task(
+        quick=8 * 1024,
+        speed=12 * 1024,
+        full=10_000_000,
+        learning=3_000_000,
+        learning_env_ids=("Pong-v5", "Breakout-v5"),
+        learning_seeds=(1, 2),
+        atari=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What is run unless the command line says otherwise; the time limit is in minutes."""
+
+    modes: tuple[str, ...]
+    seeds: tuple[int, ...] | None
+    time_limit: float
+    checkpoint_every: int | None = None
+    """agent steps between two checkpoints, from which a run that was stopped goes on"""
+    every_core: bool = False
+    """as many runs at a time as there are cores or, where there are some, GPUs; otherwise one"""
+
+
+ALL = ("eager", "twin", "compile", "cudagraphs", "both")
+PROFILES = {
+    "quick": Profile(modes=("eager", "compile", "both"), seeds=(1,), time_limit=10),
+    "speed": Profile(modes=ALL, seeds=(1, 2, 3), time_limit=20),
+    "full": Profile(modes=ALL, seeds=(21, 31, 41), time_limit=48 * 60, checkpoint_every=50_000),
+    # In one mode: the fastest that the machine can run.
+    "learning": Profile(modes=(), seeds=None, time_limit=48 * 60, checkpoint_every=50_000, every_core=True),
+}
+
+
+@dataclass
+class Args:
+    profile: str = "quick"
+    """quick, speed, full or learning: how many steps, and the defaults of modes, seeds, environments and time limit"""
+    scripts: tuple[str, ...] = tuple(TASKS)
+    """eager scripts; a mode other than eager runs the twin"""
+    modes: tuple[str, ...] | None = None
+    """eager, twin (no flag), compile, cudagraphs, both; with --peers also sb3 and sbx"""
+    seeds: tuple[int, ...] | None = None
+    """seeds, each a round of all that is compared"""
+    env_ids: tuple[str, ...] | None = None
+    """environments of the continuous scripts; HalfCheetah-v4, in the profile learning more"""
+    atari_env_ids: tuple[str, ...] | None = None
+    """environments of the Atari script; Breakout-v5, in the profile learning Pong-v5, too"""
+    total_timesteps: int | None = None
+    """agent steps of a run, each script's own number by default"""
+    checkpoint_every: int | None = None
+    """agent steps between two checkpoints, from which a run that was stopped goes on; full and learning: 50000"""
+    peers: Path | None = None
+    """the interpreter of an environment with requirements/peers.txt (./run.sh peers gives it)"""
+    folder: Path | None = None
+    """the sweep's folder, by default sweeps/<profile>-<commit>"""
+    workers: int | None = None
+    """runs at a time, each with its share of the cores and a GPU; 1 by default, in the profile learning as many as cores"""
+    runs_per_gpu: int = 1
+    """so many runs at a time on each of these GPUs: small networks leave one idle"""
+    time_limit: float | None = None
+    """minutes after which a run counts as hanging"""
+    cluster: str = "local"
+    """local, or slurm: one array of jobs"""
+    partition: str | None = None
+    """the Slurm partition"""
+    gpus_per_job: int = 0
+    """GPUs that a Slurm job asks for"""
+    cores_per_job: int = 2
+    """cores that a Slurm job asks for"""
+    slurm_options: dict[str, str] = field(default_factory=dict)
+    """further options of sbatch, such as: account NAME exclusive true"""
+
+
+def refuse(message: str) -> NoReturn:
+    """Tell a bad argument in one line on standard error and leave with exit status 2."""
+    print(f"sweep.py: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the selection. `name` tells it from all others of a sweep."""
+
+    algorithm: str
+    mode: str
+    env_id: str
+    seed: int
+    steps: int
+    learning_starts: int | None
+    checkpoint_every: int | None = None
+
+    @property
+    def name(self) -> str:
+        parts = (self.algorithm, self.mode, self.env_id.replace("/", "_"), self.steps, f"seed{self.seed}")
+        return "-".join(map(str, parts))
+
+    def command(self, peers: Path | None) -> tuple[str, ...]:
+        """The command that does it, of a library with the interpreter `peers`."""
+        values = {"env-id": self.env_id, "seed": self.seed, "total-timesteps": self.steps}
+        values |= {} if self.learning_starts is None else {"learning-starts": self.learning_starts}
+        values |= {} if self.checkpoint_every is None else {"checkpoint-every": self.checkpoint_every}
+        options = [f"--{name}={value}" for name, value in values.items()]
+        if self.mode in PEERS:
+            return (str(peers.absolute()), str(ROOT / "benchmark" / "peers.py"), self.mode, self.algorithm, *options)
+        suffix, flags = MODES[self.mode]
+        return (sys.executable, str(ROOT / "leanrl" / f"{self.algorithm}{suffix}.py"), *flags, *options)
+
+
+def check_args(args: Args) -> None:
+    """Refuse argument values that cannot work."""
+    for name, known in (("profile", PROFILES), ("scripts", TASKS), ("modes", MODES), ("cluster", ("local", "slurm"))):
+        given = getattr(args, name) or ()
+        for value in (given,) if isinstance(given, str) else given:
+            if value not in known:
+                refuse(f"--{name} takes {', '.join(known)}; got {value}")
+    least = {"workers": 1, "runs_per_gpu": 1, "total_timesteps": 1, "time_limit": 0.01, "gpus_per_job": 0, "cores_per_job": 1}
+    for name, low in (least | {"checkpoint_every": 1}).items():
+        value = getattr(args, name)
+        if value is not None and not (low <= value < float("inf")):
+            refuse(f"--{name.replace('_', '-')} takes a number from {low}, got {value}")
+    if args.runs_per_gpu > 1 and args.cluster == "slurm":
+        refuse("--runs-per-gpu takes 1 on Slurm, which gives each run GPUs of its own")
+    if args.peers and not os.access(args.peers, os.X_OK):
+        refuse(f"--peers takes a Python interpreter, got {args.peers}")
+    if not args.peers and set(args.modes or ()) & set(PEERS):
+        refuse("--modes sb3 and sbx need --peers: use ./run.sh peers")
+
+
+def visible_gpus(args: Args) -> list[str]:
+    """The GPUs that runs may use, as CUDA_VISIBLE_DEVICES names them; on a cluster Slurm names those of a job."""
+    if args.cluster == "slurm":
+        return list(map(str, range(args.gpus_per_job)))
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order in which NVML numbers them
+    import torch  # takes two seconds, which a bad argument need not
+
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",")[:count] if named else list(map(str, range(count)))
+
+
+def runnable(mode: str, args: Args, gpus: list[str]) -> bool:
+    """Whether this machine can run a mode; tells why not."""
+    reason = None
+    if mode in CUDA_MODES and not gpus:
+        reason = (
+            "needs CUDA: --gpus-per-job asks for GPUs" if args.cluster == "slurm" else "needs CUDA, and there is no device"
+        )
+    elif mode == "compile" and not gpus and args.cluster == "local":
+        compilers = (os.environ.get("CXX") or "g++", "clang++")
+        reason = None if any(map(shutil.which, compilers)) else "needs a C++ compiler such as g++"
+    if reason:
+        print(f"skipped: {mode} {reason}", file=sys.stderr)
+    return reason is None
+
+
+def select(args: Args, gpus: list[str]) -> list[Run]:
+    """The runs asked for, in the order in which they are to start: all that is compared with one seed, then with the next."""
+    profile, learning = PROFILES[args.profile], args.profile == "learning"
+    default = profile.modes or (("both",) if gpus else ("compile",))
+    modes = (*(default if args.modes is None else args.modes), *(PEERS if args.peers and args.modes is None else ()))
+    modes = [mode for mode in modes if runnable(mode, args, gpus)]
+    rounds: dict[int, list[Run]] = {}
+    for script in args.scripts:
+        task = TASKS[script]
+        steps = args.total_timesteps or getattr(task, args.profile)
+        learning_starts = task.learning_starts
+        if learning_starts is not None and profile.checkpoint_every is None:
+            learning_starts = min(1000, steps // 3)
+        fit = [mode for mode in modes if not (task.atari and mode == "sbx")]  # SBX has no policy for images
+        env_ids = args.atari_env_ids if task.atari else args.env_ids
+        if env_ids is None:
+            env_ids = task.learning_env_ids if learning else ("Breakout-v5",) if task.atari else ("HalfCheetah-v4",)
+        seeds = args.seeds if args.seeds is not None else profile.seeds or task.learning_seeds
+        for seed in seeds:
+            for env_id in env_ids:
+                for mode in fit:
+                    every = None if mode in PEERS else args.checkpoint_every or profile.checkpoint_every
+                    rounds.setdefault(seed, []).append(Run(script, mode, env_id, seed, steps, learning_starts, every))
+    runs = [run for seed in rounds.values() for run in seed]
+    if not runs:
+        refuse("nothing is selected: --scripts, --modes, --seeds and environments leave no run that this machine can do")
+    return list(dict.fromkeys(runs))
