@@ -50,7 +50,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: int = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high: TF32 (CUDA), medium: bfloat16 (CPU)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: also bfloat16 on the CPU
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
@@ -131,7 +131,7 @@ def make_envs(args: Args, step: int = 0, learning: bool = True) -> gym.Env:
 
 
 def film(envs: gym.Env, folder: Path) -> None:
-    """Have `envs.step` film games 0, 1, 8, 27, ... 1000, 2000, ... of the first environment, 3000 frames each."""
+    """Have `envs.step` film games 0, 1, 8, 27, ... 1000, 2000, ... of the first environment, 3000 frames each at most."""
     frames, game, step = [], 0, envs.step
 
     def filming_step(actions: np.ndarray) -> tuple:
@@ -268,7 +268,7 @@ def explained_variance(values: Tensor, returns: Tensor, valid: Tensor) -> Tensor
 
 
 def adam_tensors(name: str, params: dict[str, Tensor], optimizer: optim.Adam) -> dict[str, Tensor]:
-    """Make Adam's moments and step counts ahead, of zeros; returns all by name, such as actor.exp_avg.fc1.weight."""
+    """Make Adam's moments and step counts ahead, of zeros; returns all by name: <name>.exp_avg.<parameter> and so on."""
     for param in params.values():
         moments = {kind: torch.zeros_like(param) for kind in ("exp_avg", "exp_avg_sq")}
         optimizer.state[param] = moments | {"step": torch.zeros((), device=param.device)}
@@ -386,7 +386,7 @@ def identity(args: Args) -> dict:
 
 
 def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[str, Tensor]) -> None:
-    """Write <run>/<step>.pt if it is due or the run at its `last` step, whole or not at all; `progress` begins with the step.
+    """Write <run>/<step>.pt if it is due or the run at its `last` step, whole or not at all: arguments, `progress`, `tensors`.
 
     Keeps the one saved before. Only warns where the disk is full. A number that is not finite is not saved, and ends the run.
     """
@@ -466,7 +466,7 @@ if __name__ == "__main__":
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_flush_denormal(True)  # Adam's moments of weights without gradient become denormal, which a CPU is slow at
     torch.set_float32_matmul_precision(args.matmul_precision)
-    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"  # of convolutions, on by default
+    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"  # convolutions; PyTorch's default is True
     torch.manual_seed(args.seed)
 
     checkpoint = load_checkpoint(args, ignored=("exp_name",)) if args.resume or args.evaluate else {}
@@ -537,7 +537,7 @@ if __name__ == "__main__":
         loss.backward()
         nn.utils.clip_grad_norm_(agent.parameters(), max_grad_norm)
         optimizer.step()
-        losses.update({name: loss.detach() for name, loss in latest.items()})
+        losses.update({name: value.detach() for name, value in latest.items()})
 
     def best_actions(obs: np.ndarray) -> np.ndarray:
         """The likeliest actions at obs (1, 4, 84, 84)."""
@@ -551,7 +551,7 @@ if __name__ == "__main__":
     logger = Logger(args, checkpoint["folder"] if args.resume else None, global_step, episodes, trains=not last)
     if args.capture_video and not last:
         film(envs, logger.folder / "videos" / (f"from_step_{global_step}" if args.resume else ""))
-    rollout_obs[-1].copy_(torch.from_numpy(envs.reset()[0]).permute(0, 2, 3, 1))
+    rollout_obs[-1].copy_(torch.from_numpy(envs.reset()[0]).permute(0, 2, 3, 1))  # a rollout begins with the last one's end
     rollout_valid[-1] = 1
     valid = np.ones(num_envs, dtype=bool)
 
@@ -577,7 +577,7 @@ if __name__ == "__main__":
                 global_step += int(np.count_nonzero(valid))
                 logger.count(global_step, actions, infos["reward"], (infos["terminated"] > 0) | truncated, valid=valid)
                 # The next step of a game that is over or lost a life only goes on, and ignores the action.
-                valid = ~(terminated | truncated)
+                valid = ~(terminated | truncated)  # of the next step
                 rollout_valid[step + 1] = valid
             buffer.copy_(rollout, non_blocking=True)  # the log waits for the device before the rollout changes
             prepare()

@@ -54,7 +54,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: int = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high: TF32 (CUDA), medium: bfloat16 (CPU)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: also bfloat16 on the CPU
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
@@ -137,7 +137,7 @@ def make_envs(args: Args, step: int = 0, learning: bool = True) -> gym.Env:
 
 
 def film(envs: gym.Env, folder: Path) -> None:
-    """Have `envs.step` film games 0, 1, 8, 27, ... 1000, 2000, ... of the first environment, 3000 frames each."""
+    """Have `envs.step` film games 0, 1, 8, 27, ... 1000, 2000, ... of the first environment, 3000 frames each at most."""
     frames, game, step = [], 0, envs.step
 
     def filming_step(actions: np.ndarray) -> tuple:
@@ -274,7 +274,7 @@ def explained_variance(values: Tensor, returns: Tensor, valid: Tensor) -> Tensor
 
 
 def adam_tensors(name: str, params: dict[str, Tensor], optimizer: optim.Adam) -> dict[str, Tensor]:
-    """Make Adam's moments and step counts ahead, of zeros; returns all by name, such as actor.exp_avg.fc1.weight."""
+    """Make Adam's moments and step counts ahead, of zeros; returns all by name: <name>.exp_avg.<parameter> and so on."""
     for param in params.values():
         moments = {kind: torch.zeros_like(param) for kind in ("exp_avg", "exp_avg_sq")}
         optimizer.state[param] = moments | {"step": torch.zeros((), device=param.device)}
@@ -293,13 +293,13 @@ def as_shape(part: Tensor, shape: torch.Size) -> Tensor:
     return part.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if len(shape) == 4 else part.view(shape)
 
 
-# [fast 2] Adam is part of the graph of the gradient step, and one operation for a whole network, as is a target's step.
+# [fast 2] Adam is part of the graph, and one operation for a whole network, as is a target's step or clipping the gradient.
 class Flat(nn.Module):
     """A network whose parameters are views of one flat tensor, `params`; Adam's moments and counts are, too, in `state`."""
 
     def __init__(self, name: str, network: nn.Module, tensors: dict[str, Tensor]):
         super().__init__()
-        # Sizes that 16 divides come first, and keep the next aligned. nn.Module does not look for parameters in lists.
+        # Sizes that 16 divides come first, and keep the next aligned. A list hides the network's parameters from nn.Module.
         named = sorted(network.requires_grad_(False).named_parameters(), key=lambda item: item[1].numel() % 16 != 0)
         self.network, self.shapes, self.state = [network], {key: param.shape for key, param in named}, {}
         for kind in ("params", "exp_avg", "exp_avg_sq", "step"):
@@ -440,7 +440,7 @@ def identity(args: Args) -> dict:
 
 
 def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[str, Tensor]) -> None:
-    """Write <run>/<step>.pt if it is due or the run at its `last` step, whole or not at all; `progress` begins with the step.
+    """Write <run>/<step>.pt if it is due or the run at its `last` step, whole or not at all: arguments, `progress`, `tensors`.
 
     Keeps the one saved before. Only warns where the disk is full. A number that is not finite is not saved, and ends the run.
     """
@@ -520,7 +520,7 @@ if __name__ == "__main__":
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_flush_denormal(True)  # Adam's moments of weights without gradient become denormal, which a CPU is slow at
     torch.set_float32_matmul_precision(args.matmul_precision)
-    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"  # of convolutions, on by default
+    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"  # convolutions; PyTorch's default is True
     torch.manual_seed(args.seed)
     if args.compile and device.type == "cpu" and os.name == "posix" and not shutil.which(os.getenv("CXX", "g++")):  # [fast 1]
         refuse("--compile needs a C++ compiler such as g++, or one that CXX names")
@@ -545,7 +545,7 @@ if __name__ == "__main__":
     agent = Agent(num_actions, device)
     optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     tensors = adam_tensors("agent", dict(agent.named_parameters()), optimizer)
-    # [fast 2] The gradient step is one function of tensors that it updates in place, so that fast 1 and 4 take it whole.
+    # [fast 2] The parameters are one tensor, too, moved in place by adam_step; of the optimizer only the moments are used.
     flat_agent = Flat("agent", agent, tensors)
     annealed_lr = torch.tensor(args.learning_rate, device=device)
     # [fast 3] The losses of the last step have a place, too: what a captured function returns is cloned at each call.
@@ -595,10 +595,10 @@ if __name__ == "__main__":
     def update(indices: Tensor) -> None:
         """One gradient step on the rows `indices` of the batch, (minibatch_size,)."""
         loss, latest = objective(flat_agent, indices)
-        (grad,) = torch.autograd.grad(loss, flat_agent.params)  # [fast 2] in the one graph, where backward() is not
+        (grad,) = torch.autograd.grad(loss, flat_agent.params)  # [fast 2] in the graph, where backward() is not
         adam_step(flat_agent.state, clip_grad(grad, max_grad_norm), annealed_lr, eps=1e-5)
-        for name, loss in latest.items():  # [fast 3]
-            losses[name].copy_(loss.detach())
+        for name, value in latest.items():  # [fast 3]
+            losses[name].copy_(value.detach())
 
     def best_actions(obs: np.ndarray) -> np.ndarray:
         """The likeliest actions at obs (1, 4, 84, 84)."""
@@ -612,7 +612,7 @@ if __name__ == "__main__":
     logger = Logger(args, checkpoint["folder"] if args.resume else None, global_step, episodes, trains=not last)
     if args.capture_video and not last:
         film(envs, logger.folder / "videos" / (f"from_step_{global_step}" if args.resume else ""))
-    rollout_obs[-1].copy_(torch.from_numpy(envs.reset()[0]).permute(0, 2, 3, 1))
+    rollout_obs[-1].copy_(torch.from_numpy(envs.reset()[0]).permute(0, 2, 3, 1))  # a rollout begins with the last one's end
     rollout_valid[-1] = 1
     valid = np.ones(num_envs, dtype=bool)
 
@@ -635,7 +635,7 @@ if __name__ == "__main__":
         # [fast 5] Compile, warm up and capture before the first step, on the real state, which is then put back.
         if (args.compile or cudagraphs) and not last:
             saved = {name: tensor.clone() for name, tensor in tensors.items()}
-            for _ in range(6):
+            for _ in range(6):  # four calls to warm up, one that captures, one replay
                 act(rollout_obs[0])
                 prepare()
                 update(torch.arange(minibatch_size, device=device))
@@ -662,7 +662,7 @@ if __name__ == "__main__":
                 global_step += int(np.count_nonzero(valid))
                 logger.count(global_step, actions, infos["reward"], (infos["terminated"] > 0) | truncated, valid=valid)
                 # The next step of a game that is over or lost a life only goes on, and ignores the action.
-                valid = ~(terminated | truncated)
+                valid = ~(terminated | truncated)  # of the next step
                 rollout_valid[step + 1] = valid
             buffer.copy_(rollout, non_blocking=True)  # the log waits for the device before the rollout changes
             prepare()

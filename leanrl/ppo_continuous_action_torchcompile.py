@@ -53,7 +53,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: int = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high: TF32 (CUDA), medium: bfloat16 (CPU)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: also bfloat16 on the CPU
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
@@ -137,7 +137,7 @@ def make_env(args: Args, film: bool = False) -> gym.Env:
 
 
 class Envs(SyncVectorEnv):
-    """Environments stepped in turn, without what they tell besides: to gather it takes 10 of 74 us, and nobody reads it."""
+    """Environments stepped in turn that leave infos empty: gathering them takes 10 of 74 us a step, and nobody reads them."""
 
     def _add_info(self, vector_infos: dict, env_info: dict, env_num: int) -> dict:
         return vector_infos
@@ -293,7 +293,7 @@ def explained_variance(values: Tensor, returns: Tensor, valid: Tensor) -> Tensor
 
 
 def adam_tensors(name: str, params: dict[str, Tensor], optimizer: optim.Adam) -> dict[str, Tensor]:
-    """Make Adam's moments and step counts ahead, of zeros; returns all by name, such as actor.exp_avg.fc1.weight."""
+    """Make Adam's moments and step counts ahead, of zeros; returns all by name: <name>.exp_avg.<parameter> and so on."""
     for param in params.values():
         moments = {kind: torch.zeros_like(param) for kind in ("exp_avg", "exp_avg_sq")}
         optimizer.state[param] = moments | {"step": torch.zeros((), device=param.device)}
@@ -301,13 +301,13 @@ def adam_tensors(name: str, params: dict[str, Tensor], optimizer: optim.Adam) ->
     return {f"{name}.{kind}.{key}": tensor for key, state in states.items() for kind, tensor in state.items()}
 
 
-# [fast 2] Adam is part of the graph of the gradient step, and one operation for a whole network, as is a target's step.
+# [fast 2] Adam is part of the graph, and one operation for a whole network, as is a target's step or clipping the gradient.
 class Flat(nn.Module):
     """A network whose parameters are views of one flat tensor, `params`; Adam's moments and counts are, too, in `state`."""
 
     def __init__(self, name: str, network: nn.Module, tensors: dict[str, Tensor]):
         super().__init__()
-        # Sizes that 16 divides come first, and keep the next aligned. nn.Module does not look for parameters in lists.
+        # Sizes that 16 divides come first, and keep the next aligned. A list hides the network's parameters from nn.Module.
         named = sorted(network.requires_grad_(False).named_parameters(), key=lambda item: item[1].numel() % 16 != 0)
         self.network, self.shapes, self.state = [network], {key: param.shape for key, param in named}, {}
         for kind in ("params", "exp_avg", "exp_avg_sq", "step"):
@@ -448,7 +448,7 @@ def identity(args: Args) -> dict:
 
 
 def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[str, Tensor]) -> None:
-    """Write <run>/<step>.pt if it is due or the run at its `last` step, whole or not at all; `progress` begins with the step.
+    """Write <run>/<step>.pt if it is due or the run at its `last` step, whole or not at all: arguments, `progress`, `tensors`.
 
     Keeps the one saved before. Only warns where the disk is full. A number that is not finite is not saved, and ends the run.
     """
@@ -505,7 +505,7 @@ def restore(tensors: dict[str, Tensor], state: dict[str, Tensor]) -> None:
 
 
 def evaluate(args: Args, folder: Path, policy: Callable) -> Iterator[float]:
-    """Play whole episodes with a policy from an observation to an action, and film them; yields their returns."""
+    """Play whole episodes with a policy from an observation to an action, filmed if asked for; yields their returns."""
     env = make_env(args, args.capture_video)
     if args.capture_video:
         env = gym.wrappers.RecordVideo(env, str(folder / "evaluation" / "videos"), disable_logger=True)
@@ -562,7 +562,7 @@ if __name__ == "__main__":
     tensors = adam_tensors("agent", dict(agent.named_parameters()), optimizer)
     for name, moments in (("obs_moments", obs_moments), ("return_moments", return_moments)):
         tensors |= {f"{name}.{key}": torch.from_numpy(array) for key, array in vars(moments).items()}
-    # [fast 2] The gradient step is one function of tensors that it updates in place, so that fast 1 and 4 take it whole.
+    # [fast 2] The parameters are one tensor, too, moved in place by adam_step; of the optimizer only the moments are used.
     flat_agent = Flat("agent", agent, tensors)
     annealed_lr = torch.tensor(args.learning_rate, device=device)
     # [fast 3] The losses of the last step have a place, too: what a captured function returns is cloned at each call.
@@ -612,10 +612,10 @@ if __name__ == "__main__":
     def update(indices: Tensor) -> None:
         """One gradient step on the rows `indices` of the batch, (minibatch_size,)."""
         loss, latest = objective(flat_agent, indices)
-        (grad,) = torch.autograd.grad(loss, flat_agent.params)  # [fast 2] in the one graph, where backward() is not
+        (grad,) = torch.autograd.grad(loss, flat_agent.params)  # [fast 2] in the graph, where backward() is not
         adam_step(flat_agent.state, clip_grad(grad, max_grad_norm), annealed_lr, eps=1e-5)
-        for name, loss in latest.items():  # [fast 3]
-            losses[name].copy_(loss.detach())
+        for name, value in latest.items():  # [fast 3]
+            losses[name].copy_(value.detach())
 
     def best_action(obs: np.ndarray) -> np.ndarray:
         """The policy's mean action at an observation, as an environment takes it; the moments of observations stay."""
@@ -658,7 +658,7 @@ if __name__ == "__main__":
         # [fast 5] Compile, warm up and capture before the first step, on the real state, which is then put back.
         if (args.compile or cudagraphs) and not last:
             saved = {name: tensor.clone() for name, tensor in tensors.items()}
-            for _ in range(6):
+            for _ in range(6):  # four calls to warm up, one that captures, one replay
                 if not act_on_cpu:
                     act(rollout[0, :, :obs_dim].to(device), torch.zeros(num_envs, action_dim, device=device))
                 prepare()

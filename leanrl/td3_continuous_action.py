@@ -54,7 +54,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: int = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high: TF32 (CUDA), medium: bfloat16 (CPU)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: also bfloat16 on the CPU
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
@@ -157,7 +157,7 @@ class Critic(nn.Module):
 
     def forward(self, obs: Tensor, actions: Tensor, first_only: bool = False) -> Tensor:
         x = torch.cat([obs, actions], dim=1)
-        if first_only:
+        if first_only:  # the layers below, for the first function alone: change both
             x = F.relu(torch.addmm(self.fc1.bias[0], x, self.fc1.weight[0]))
             x = F.relu(torch.addmm(self.fc2.bias[0], x, self.fc2.weight[0]))
             return torch.addmm(self.fc3.bias[0], x, self.fc3.weight[0]).squeeze(-1)
@@ -213,7 +213,7 @@ def critic_losses(values: Tensor, target: Tensor) -> Tensor:
 
 
 def adam_tensors(name: str, params: dict[str, Tensor], optimizer: optim.Adam) -> dict[str, Tensor]:
-    """Make Adam's moments and step counts ahead, of zeros; returns all by name, such as actor.exp_avg.fc1.weight."""
+    """Make Adam's moments and step counts ahead, of zeros; returns all by name: <name>.exp_avg.<parameter> and so on."""
     for param in params.values():
         moments = {kind: torch.zeros_like(param) for kind in ("exp_avg", "exp_avg_sq")}
         optimizer.state[param] = moments | {"step": torch.zeros((), device=param.device)}
@@ -331,7 +331,7 @@ def identity(args: Args) -> dict:
 
 
 def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[str, Tensor]) -> None:
-    """Write <run>/<step>.pt if it is due or the run at its `last` step, whole or not at all; `progress` begins with the step.
+    """Write <run>/<step>.pt if it is due or the run at its `last` step, whole or not at all: arguments, `progress`, `tensors`.
 
     Keeps the one saved before. Only warns where the disk is full. A number that is not finite is not saved, and ends the run.
     """
@@ -388,7 +388,7 @@ def restore(tensors: dict[str, Tensor], state: dict[str, Tensor]) -> None:
 
 
 def evaluate(args: Args, folder: Path, policy: Callable) -> Iterator[float]:
-    """Play whole episodes with a policy from an observation to an action, and film them; yields their returns."""
+    """Play whole episodes with a policy from an observation to an action, filmed if asked for; yields their returns."""
     env = make_env(args, args.capture_video)
     if args.capture_video:
         env = gym.wrappers.RecordVideo(env, str(folder / "evaluation" / "videos"), disable_logger=True)
@@ -432,7 +432,7 @@ if __name__ == "__main__":
     buffer = torch.zeros(capacity, row_dim, device=device)
     # On the host, what the environments show, and a step. Neither changes before the device has given actions, so has read it.
     obs, row = np.zeros((num_envs, obs_dim), dtype=np.float32), torch.zeros(num_envs, row_dim)
-    size = torch.ones((), dtype=torch.int64, device=device)
+    size = torch.ones((), dtype=torch.int64, device=device)  # rows in use; 1 at first: warming up divides by it
     columns = np.cumsum([obs_dim, action_dim, 1, 1])
     row_obs, row_actions, row_rewards, row_terminated, row_next_obs = np.split(row.numpy(), columns, axis=1)
 
@@ -503,7 +503,7 @@ if __name__ == "__main__":
 
     if checkpoint:
         size.fill_(min(global_step, capacity))
-        restore(tensors | ({"buffer": buffer[:size]} if args.resume else {}), checkpoint.pop("state"))
+        restore(tensors | ({"buffer": buffer[:global_step]} if args.resume else {}), checkpoint.pop("state"))
     first_update, last = updates, global_step >= args.total_timesteps or args.evaluate is not None
     logger = Logger(args, checkpoint["folder"] if args.resume else None, global_step, episodes, trains=not last)
     if args.capture_video and not last:
@@ -526,6 +526,7 @@ if __name__ == "__main__":
                 if updates == first_update:
                     logger.start = global_step, time.perf_counter()  # SPS counts from the first step that learns
                 actions = act(torch.from_numpy(obs).to(device, non_blocking=True)).cpu().numpy()  # sync: actions are due
+                # Gradient steps are paid for by agent steps, but not by the random ones.
                 owed += min(num_envs, global_step - args.learning_starts) * args.updates_per_step
 
             while owed > 0:
@@ -534,8 +535,7 @@ if __name__ == "__main__":
 
             row_obs[:], row_actions[:] = obs, actions  # before an environment changes them in place
             next_obs, rewards, terminated, truncated, infos = envs.step(actions.reshape(envs.action_space.shape))
-            global_step += num_envs
-            done = terminated | truncated
+            global_step, done = global_step + num_envs, terminated | truncated
 
             row_rewards[:, 0], row_terminated[:, 0] = rewards, terminated
             row_next_obs[:] = next_obs.reshape(num_envs, obs_dim)
@@ -551,7 +551,8 @@ if __name__ == "__main__":
             last = bool(stopping) or global_step >= args.total_timesteps
             if last or global_step % args.log_every < num_envs:
                 logger.log(global_step, losses if updates >= first_update + policy_frequency else {})  # all are known
-                save_checkpoint(logger, last, [global_step, updates, owed, episodes], tensors | {"buffer": buffer[:size]})
+                state = tensors | {"buffer": buffer[:global_step]}  # or all of it, once it is full
+                save_checkpoint(logger, last, [global_step, updates, owed, episodes], state)
 
         if args.evaluate or (args.eval_episodes and not stopping):
             logger.bar.close()

@@ -54,7 +54,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: int = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high: TF32 (CUDA), medium: bfloat16 (CPU)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: also bfloat16 on the CPU
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
@@ -159,7 +159,7 @@ class Critic(nn.Module):
 
     def forward(self, obs: Tensor, actions: Tensor, first_only: bool = False) -> Tensor:
         x = torch.cat([obs, actions], dim=1)
-        if first_only:
+        if first_only:  # the layers below, for the first function alone: change both
             x = F.relu(torch.addmm(self.fc1.bias[0], x, self.fc1.weight[0]))
             x = F.relu(torch.addmm(self.fc2.bias[0], x, self.fc2.weight[0]))
             return torch.addmm(self.fc3.bias[0], x, self.fc3.weight[0]).squeeze(-1)
@@ -215,7 +215,7 @@ def critic_losses(values: Tensor, target: Tensor) -> Tensor:
 
 
 def adam_tensors(name: str, params: dict[str, Tensor], optimizer: optim.Adam) -> dict[str, Tensor]:
-    """Make Adam's moments and step counts ahead, of zeros; returns all by name, such as actor.exp_avg.fc1.weight."""
+    """Make Adam's moments and step counts ahead, of zeros; returns all by name: <name>.exp_avg.<parameter> and so on."""
     for param in params.values():
         moments = {kind: torch.zeros_like(param) for kind in ("exp_avg", "exp_avg_sq")}
         optimizer.state[param] = moments | {"step": torch.zeros((), device=param.device)}
@@ -223,13 +223,13 @@ def adam_tensors(name: str, params: dict[str, Tensor], optimizer: optim.Adam) ->
     return {f"{name}.{kind}.{key}": tensor for key, state in states.items() for kind, tensor in state.items()}
 
 
-# [fast 2] Adam is part of the graph of the gradient step, and one operation for a whole network, as is a target's step.
+# [fast 2] Adam is part of the graph, and one operation for a whole network, as is a target's step or clipping the gradient.
 class Flat(nn.Module):
     """A network whose parameters are views of one flat tensor, `params`; Adam's moments and counts are, too, in `state`."""
 
     def __init__(self, name: str, network: nn.Module, tensors: dict[str, Tensor]):
         super().__init__()
-        # Sizes that 16 divides come first, and keep the next aligned. nn.Module does not look for parameters in lists.
+        # Sizes that 16 divides come first, and keep the next aligned. A list hides the network's parameters from nn.Module.
         named = sorted(network.requires_grad_(False).named_parameters(), key=lambda item: item[1].numel() % 16 != 0)
         self.network, self.shapes, self.state = [network], {key: param.shape for key, param in named}, {}
         for kind in ("params", "exp_avg", "exp_avg_sq", "step"):
@@ -365,7 +365,7 @@ def identity(args: Args) -> dict:
 
 
 def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[str, Tensor]) -> None:
-    """Write <run>/<step>.pt if it is due or the run at its `last` step, whole or not at all; `progress` begins with the step.
+    """Write <run>/<step>.pt if it is due or the run at its `last` step, whole or not at all: arguments, `progress`, `tensors`.
 
     Keeps the one saved before. Only warns where the disk is full. A number that is not finite is not saved, and ends the run.
     """
@@ -422,7 +422,7 @@ def restore(tensors: dict[str, Tensor], state: dict[str, Tensor]) -> None:
 
 
 def evaluate(args: Args, folder: Path, policy: Callable) -> Iterator[float]:
-    """Play whole episodes with a policy from an observation to an action, and film them; yields their returns."""
+    """Play whole episodes with a policy from an observation to an action, filmed if asked for; yields their returns."""
     env = make_env(args, args.capture_video)
     if args.capture_video:
         env = gym.wrappers.RecordVideo(env, str(folder / "evaluation" / "videos"), disable_logger=True)
@@ -469,7 +469,7 @@ if __name__ == "__main__":
     buffer = torch.zeros(capacity, row_dim, device=device)
     # On the host, what the environments show, and a step. Neither changes before the device has given actions, so has read it.
     obs, row = np.zeros((num_envs, obs_dim), dtype=np.float32), torch.zeros(num_envs, row_dim)
-    size = torch.ones((), dtype=torch.int64, device=device)
+    size = torch.ones((), dtype=torch.int64, device=device)  # rows in use; 1 at first: warming up divides by it
     columns = np.cumsum([obs_dim, action_dim, 1, 1])
     row_obs, row_actions, row_rewards, row_terminated, row_next_obs = np.split(row.numpy(), columns, axis=1)
 
@@ -486,7 +486,7 @@ if __name__ == "__main__":
     tensors |= adam_tensors("critic", dict(critic.named_parameters()), critic_optimizer)
     for name, module in {"actor_target": actor_target, "critic_target": critic_target}.items():
         tensors |= {f"{name}.params.{key}": tensor for key, tensor in module.named_parameters()}
-    # [fast 2] The gradient step is one function of tensors that it updates in place, so that fast 1 and 4 take it whole.
+    # [fast 2] From here on a network is one tensor, moved in place by adam_step; of the optimizers only moments are used.
     networks = {"actor": actor, "critic": critic, "actor_target": actor_target, "critic_target": critic_target}
     actor, critic, actor_target, critic_target = (Flat(name, network, tensors) for name, network in networks.items())
     # [fast 3] The losses of the last step have a place, too: what a captured function returns is cloned at each call.
@@ -514,7 +514,7 @@ if __name__ == "__main__":
 
         qf_values = critic(obs, actions)
         qf_losses = critic_losses(qf_values, target)
-        (grad,) = torch.autograd.grad(qf_losses.sum(), critic.params)  # [fast 2] in the one graph, where backward() is not
+        (grad,) = torch.autograd.grad(qf_losses.sum(), critic.params)  # [fast 2] in the graph, where backward() is not
         adam_step(critic.state, grad, args.learning_rate)
         last_values.copy_(qf_values.detach())  # [fast 3]
         last_losses.copy_(qf_losses.detach())
@@ -545,7 +545,7 @@ if __name__ == "__main__":
 
     if checkpoint:
         size.fill_(min(global_step, capacity))
-        restore(tensors | ({"buffer": buffer[:size]} if args.resume else {}), checkpoint.pop("state"))
+        restore(tensors | ({"buffer": buffer[:global_step]} if args.resume else {}), checkpoint.pop("state"))
     first_update, last = updates, global_step >= args.total_timesteps or args.evaluate is not None
     logger = Logger(args, checkpoint["folder"] if args.resume else None, global_step, episodes, trains=not last)
     if args.capture_video and not last:
@@ -558,7 +558,7 @@ if __name__ == "__main__":
     stopping, eval_returns, startup_seconds = [], [], None
     with closing(envs), closing(logger), suppress(KeyboardInterrupt, BrokenPipeError):
         stop_when_asked(stopping)
-        # [fast 1] The policy and the whole gradient step are one graph each. Measured: 1.34 times the eager steps/s.
+        # [fast 1] The policy and the two halves of a gradient step are a graph each. Measured: 1.34 times the eager steps/s.
         if args.compile:
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --matmul-precision decides
             torch._dynamo.config.trace_autograd_ops = True  # [fast 2] the gradient, too, without a break
@@ -579,7 +579,7 @@ if __name__ == "__main__":
         # [fast 5] Compile, warm up and capture before the first step, on the real state, which is then put back.
         if (args.compile or cudagraphs) and not last:
             saved = {name: tensor.clone() for name, tensor in tensors.items()}
-            for kind in 6 * kinds:
+            for kind in 6 * kinds:  # four calls to warm up, one that captures, one replay
                 act(torch.from_numpy(obs).to(device))
                 update(*kind)
             restore(tensors, saved)
@@ -594,6 +594,7 @@ if __name__ == "__main__":
                 if updates == first_update:
                     logger.start = global_step, time.perf_counter()  # SPS counts from the first step that learns
                 actions = act(torch.from_numpy(obs).to(device, non_blocking=True)).cpu().numpy()  # sync: actions are due
+                # Gradient steps are paid for by agent steps, but not by the random ones.
                 owed += min(num_envs, global_step - args.learning_starts) * args.updates_per_step
 
             while owed > 0:
@@ -602,8 +603,7 @@ if __name__ == "__main__":
 
             row_obs[:], row_actions[:] = obs, actions  # before an environment changes them in place
             next_obs, rewards, terminated, truncated, infos = envs.step(actions.reshape(envs.action_space.shape))
-            global_step += num_envs
-            done = terminated | truncated
+            global_step, done = global_step + num_envs, terminated | truncated
 
             row_rewards[:, 0], row_terminated[:, 0] = rewards, terminated
             row_next_obs[:] = next_obs.reshape(num_envs, obs_dim)
@@ -619,7 +619,8 @@ if __name__ == "__main__":
             last = bool(stopping) or global_step >= args.total_timesteps
             if last or global_step % args.log_every < num_envs:
                 logger.log(global_step, losses if updates >= first_update + policy_frequency else {})  # all are known
-                save_checkpoint(logger, last, [global_step, updates, owed, episodes], tensors | {"buffer": buffer[:size]})
+                state = tensors | {"buffer": buffer[:global_step]}  # or all of it, once it is full
+                save_checkpoint(logger, last, [global_step, updates, owed, episodes], state)
 
         if args.evaluate or (args.eval_episodes and not stopping):
             logger.bar.close()
