@@ -505,7 +505,7 @@ def refused(done: subprocess.CompletedProcess) -> str:
         (["--scripts", "dqn"], "--scripts takes sac_continuous_action, td3_"),
         (["--modes", "fast"], "--modes takes eager, twin, compile, cudagraphs, both, sb3, sbx; got fast"),
         (["--modes", "sbx"], "--modes sb3 and sbx need --peers"),
-        (["--profile", "long"], "--profile takes quick, speed, full; got long"),
+        (["--profile", "long"], "--profile takes quick, speed, full, learning; got long"),
         (["--cluster", "pbs"], "--cluster takes local, slurm; got pbs"),
         (["--seeds"], "nothing is selected"),
         (["--scripts"], "nothing is selected"),
