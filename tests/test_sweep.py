@@ -277,7 +277,7 @@ def test_a_run_that_ended_after_its_sweep_is_not_repeated(house):
         ("killed", "killed by SIGKILL"),
         ("cut off", "the process that ran it died"),
         ("deep", "printed no summary"),
-        ("hang", "took longer than 6 s"),
+        ("hang", "took longer than 3 s"),
         ("silent", "printed no summary"),
         ("orphan", "the process that ran it died"),
         ("abandoned", "the process that ran it died"),
@@ -286,7 +286,7 @@ def test_a_run_that_ended_after_its_sweep_is_not_repeated(house):
 def test_a_run_that_fails_is_tried_again_and_then_recorded(house, behaviour, reason):
     house.tell(0, behaviour)
     house.tell(1, f"{behaviour}!")
-    done = house.sweep("--time-limit", 0.1 if behaviour == "hang" else 5)
+    done = house.sweep("--time-limit", 0.05 if behaviour == "hang" else 5)
     assert done.returncode == 1
     lines = {line["seed"]: line for line in house.lines()}
     assert [(lines[seed]["status"], lines[seed]["attempts"]) for seed in range(3)] == [("ok", 2), ("failed", 2), ("ok", 1)]
