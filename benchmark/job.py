@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -287,6 +288,9 @@ def run_job(job: Job) -> None:
     stdout, log = job.folder / "stdout.txt", job.folder / "log.txt"
     # What an earlier attempt has left, or a job that Slurm has put back into its queue.
     runs, command, resumed = job.folder / "runs", job.command, None
+    for path in checkpoints(runs):
+        if not zipfile.is_zipfile(path):  # what a crash of the machine has left of one
+            path.unlink()
     if job.resumable and (saved := checkpoints(runs)):
         command, resumed = (*command, f"--resume={saved[-1].parent}"), int(saved[-1].stem)
     else:
@@ -326,7 +330,7 @@ def run_job(job: Job) -> None:
             threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else None
             outcome |= {"status": "ok", "cold_start": cold_start, "threads": threads, **gpu.totals(training_seconds(summary))}
             outcome |= {"runs_per_gpu": job.sharing, "resumed": resumed, "summary": summary, "curve": curve}
-            for path in checkpoints(runs)[:-1]:  # of the last of a run, a replay buffer takes up to hundreds of megabytes
+            for path in checkpoints(runs)[:-1]:  # the last stays; with a replay buffer each has up to hundreds of megabytes
                 path.unlink()
             job.cache.mkdir(parents=True, exist_ok=True)
             (job.cache / "warm").touch()

@@ -90,6 +90,9 @@ class Place:
             handles = [self.executor.submit(run_job, job) for job in jobs]
         return [Attempt(job.folder, handle, place) for job, handle, place in zip(jobs, handles, places, strict=True)]
 
+    def note(self, attempt: Attempt) -> None:
+        """Write down, in the folder of an attempt that has been started, how a later sweep finds its job."""
+
     def look(self) -> None:
         """Hear what has become of jobs."""
 
@@ -155,7 +158,7 @@ class Slurm(Place):
         options |= {"gpus_per_node": args.gpus_per_job} if args.gpus_per_job else {}
         more = {key: value == "true" if value in ("true", "false") else value for key, value in args.slurm_options.items()}
         self.executor.update_parameters(name="leanrl", slurm_additional_parameters=more, **options)
-        self.states: dict[str, str] = {}
+        self.states: dict[str, str] | None = None
         self.look()
 
     def free(self, running: list[Attempt], waiting: int) -> list[int]:
@@ -166,18 +169,14 @@ class Slurm(Place):
         """A job with what it gets on its node."""
         return replace(job, threads=self.cores_per_job)
 
-    def start(self, jobs: list[Job], places: list[int]) -> list[Attempt]:
-        attempts = super().start(jobs, places)
-        for attempt in attempts:
-            (attempt.folder / "slurm_job").write_text(attempt.job.job_id)
-        return attempts
+    def note(self, attempt: Attempt) -> None:
+        (attempt.folder / "slurm_job").write_text(attempt.job.job_id)
 
     def look(self) -> None:
-        states = slurm_jobs()
-        self.states = self.states if states is None else states
+        self.states = slurm_jobs()
 
     def state(self, attempt: Attempt) -> str:
-        return self.states.get(attempt.job.job_id, "")
+        return (self.states or {}).get(attempt.job.job_id, "")
 
     def found(self, folder: Path) -> Attempt | None:
         if not (folder / "slurm_job").exists():
@@ -186,8 +185,8 @@ class Slurm(Place):
         return None if self.ended(attempt) else attempt
 
     def ended(self, attempt: Attempt) -> bool:
-        """Whether a job has left the cluster, as far as that has been heard of."""
-        return self.states.get(attempt.job.job_id, "GONE").partition(" ")[0] in SLURM_ENDED
+        """Whether a job has left the cluster; not as long as Slurm does not answer, for the job may be at work."""
+        return self.states is not None and self.states.get(attempt.job.job_id, "GONE").partition(" ")[0] in SLURM_ENDED
 
     def stop(self, attempt: Attempt) -> None:
         """Have a job end."""

@@ -324,7 +324,8 @@ def plot_returns(lines: list[dict], curves: list[dict], key: str):
 def plot_gpu(lines: list[dict], curves: list[dict]):
     """GPU utilisation over the first run of each mode; a panel an algorithm and environment. None without a GPU."""
     curve_of = {(curve["sweep"], curve["job"]): curve for curve in curves if curve["gpu_seconds"]}
-    drawn = [line for line in lines if (line["sweep"], line["job"]) in curve_of and line.get("gpu_busy_seconds") is not None]
+    whole = [line for line in lines if line.get("gpu_busy_seconds") is not None and line.get("resumed") is None]
+    drawn = [line for line in whole if (line["sweep"], line["job"]) in curve_of]
     groups = by(drawn, "algorithm", "env_id", "steps")
     if not groups:
         return None
@@ -375,7 +376,7 @@ def write_plots(lines: list[dict], curves: list[dict], folder: Path) -> list[Pat
 
 
 def unfinished(folder: Path, ended: set[str]) -> dict[str, int]:
-    """The runs of a sweep that have a checkpoint and no line yet: their names, and the newest step."""
+    """The runs of a sweep that have a checkpoint and have not ended well: their names, and the newest step."""
     steps: dict[str, int] = {}
     for path in sorted((folder / "jobs").glob("*/*/runs/*/[0-9]*.pt")):
         name = path.relative_to(folder / "jobs").parts[0]
@@ -388,7 +389,7 @@ def report_folder(folder: Path) -> None:
     """Print the tables of a sweep's results and write its plots. Raises ResultsError where a file is not what it should be."""
     lines = results.read(folder / "results.jsonl")
     print(speed_table(lines))
-    for name, step in unfinished(folder, {line["job"] for line in lines}).items():
+    for name, step in unfinished(folder, {line["job"] for line in lines if line["status"] == "ok"}).items():
         print(f"\nnot at its end: {name}: checkpoint at step {step:,}")
     failed = [line for line in lines if line["status"] == "failed"]
     for line in failed:

@@ -80,7 +80,7 @@ class Measured(TypedDict, total=False):
 
 
 class Curve(TypedDict):
-    """What the run `job` showed over time. Seconds count from the start of its process, compilation included."""
+    """What the run `job` showed over time. Seconds are those of its processes, compilation included, without what was lost."""
 
     format: int
     sweep: str

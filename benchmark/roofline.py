@@ -44,8 +44,11 @@ def arguments(script: str, steps: int) -> list[str]:
 def operations(script: str, steps: int) -> int:
     """The floating-point operations of products and convolutions in a whole run of the eager script."""
     path = str(ROOT / "leanrl" / f"{script}.py")
-    with FlopCounterMode(display=False) as counter, patch.object(sys, "argv", [path, *arguments(script, steps)]):
-        runpy.run_path(path, run_name="__main__")
+    # The counter does not see NumPy.
+    in_pytorch = ["--act-device=device"] if script == "ppo_continuous_action" else []
+    with FlopCounterMode(display=False) as counter:
+        with patch.object(sys, "argv", [path, *arguments(script, steps), *in_pytorch]), patch("signal.signal"):
+            runpy.run_path(path, run_name="__main__")
     return counter.get_total_flops()
 
 

@@ -109,7 +109,7 @@ class Args:
     folder: Path | None = None
     """the sweep's folder, by default sweeps/<profile>-<commit>"""
     workers: int | None = None
-    """runs at a time, each with its share of the cores and a GPU; 1 by default, in the profile learning as many as cores"""
+    """runs at a time, each with its share of the cores and a GPU; 1, in the profile learning one a GPU or, without, a core"""
     runs_per_gpu: int = 1
     """so many runs at a time on each of these GPUs: small networks leave one idle"""
     time_limit: float | None = None

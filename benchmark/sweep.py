@@ -2,7 +2,7 @@
 
     ./run.sh                                        the profile `quick`: every script, eager against compiled
     ./run.sh --profile speed                        all modes, three seeds: what the tables of the README are made from
-    ./run.sh --profile learning                     learning curves at the published protocol, on all cores
+    ./run.sh --profile learning --folder sweeps/learning      learning curves at the published protocol, on all cores
     ./run.sh --profile full --workers 4             every mode at that protocol, four runs at a time
     ./run.sh --profile full --cluster slurm --partition gpu --gpus-per-job 1 --cores-per-job 8
 
@@ -80,8 +80,8 @@ class Sweep:
         return True
 
     def note_seconds(self, line: dict) -> None:
-        """Remember how long a run took, to foretell others."""
-        if line.get("wall_seconds"):
+        """Remember how long a run took, to foretell others; of one that was taken up only the last part is known."""
+        if line.get("wall_seconds") and line.get("resumed") is None:
             self.seconds.setdefault((line["algorithm"], line["mode"]), []).append(line["wall_seconds"])
 
     def add(self, line: dict, curve: dict) -> None:
@@ -103,6 +103,8 @@ class Sweep:
             for run, attempt in zip(runs, self.place.start(jobs, places), strict=True):
                 self.attempts[run] += 1
                 self.running[run] = attempt
+            for run in runs:
+                self.place.note(self.running[run])
 
     def prepare(self, run: Run, place: int) -> Job:
         """The job that does a run, with a folder of its own."""
@@ -115,8 +117,7 @@ class Sweep:
         """Record the runs that have ended, or put them back into the queue for their second attempt."""
         self.place.look()
         for run, attempt in list(self.running.items()):
-            if attempt.ended is None and self.place.ended(attempt):
-                attempt.ended = time.monotonic()
+            attempt.ended = (attempt.ended or time.monotonic()) if self.place.ended(attempt) else None
             outcome = read_outcome(attempt.folder)
             # What a node has written may take a minute to be seen here.
             if not outcome and (attempt.ended is None or time.monotonic() < attempt.ended + self.place.patience):

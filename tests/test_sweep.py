@@ -20,13 +20,14 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 import record
 import report
 import results
+import selection
 from job import Job, run_job
 from slurm import SlurmUnavailable, slurm_cluster, wait_until
 
 # Prints a summary, after what the file named like its seed tells it to do, once or, with a trailing "!", each time. An object
 # there is a part of the summary.
 STAND_IN = """
-import json, os, psutil, signal, sys, time
+import json, os, psutil, signal, sys, time, zipfile
 from pathlib import Path
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # torch.utils.tensorboard takes seconds
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -80,7 +81,7 @@ for step, value in list(enumerate([*(step / 2 for step in range(1, 251)), float(
         time.sleep(0.02)
         if step % every == 0:
             writer.flush()
-            Path(folder, "new").touch()
+            zipfile.ZipFile(Path(folder, "new"), "w").close()
             Path(folder, "new").rename(Path(folder, f"{step}.pt"))
 writer.close()
 ballast = b"1" * 2**27
@@ -208,11 +209,10 @@ def test_after_kill_9_finished_runs_are_not_repeated(house):
 
 def assert_nothing_is_missing_or_twice(curve: dict) -> None:
     """A curve of the stand-in: see the first test."""
-    assert curve["step"] == sorted(set(curve["step"]))
-    assert curve["step"][-1] == 250
+    assert curve["step"] == [*range(3, 151, 3), *range(152, 251, 2)]
     assert (curve["episodic_return"][0], curve["episodic_return"][-1]) == (1.0, 124.75)
     assert curve["seconds"] == sorted(curve["seconds"])
-    assert 250 * 0.02 < curve["seconds"][-1] < 30
+    assert curve["seconds"][-1] > 250 * 0.02
 
 
 def test_after_kill_9_runs_go_on_from_their_checkpoints(house):
@@ -222,7 +222,7 @@ def test_after_kill_9_runs_go_on_from_their_checkpoints(house):
         noted = len(notes.read_text())
         sweep = house.start("--checkpoint-every", "10", seeds=1)
         assert wait_until(lambda noted=noted: len(notes.read_text()) > noted)
-        time.sleep(moments.uniform(0, 0.4))
+        time.sleep(moments.uniform(0, 0.2))
         sweep.kill()
         sweep.wait()
         assert wait_until(lambda: not house.stand_ins())
@@ -230,7 +230,7 @@ def test_after_kill_9_runs_go_on_from_their_checkpoints(house):
     assert done.returncode == 0, done.stderr
     steps = list(map(int, notes.read_text().split()))
     lost = [before - after + 1 for before, after in itertools.pairwise(steps) if after <= before]
-    assert len(lost) == 10
+    assert len(house.starts()) == 11
     assert max(lost) <= 10
     [line] = house.lines()
     assert line["resumed"] % 10 == 0
@@ -253,12 +253,22 @@ def test_a_job_that_slurm_puts_back_into_its_queue_goes_on_from_its_checkpoint(h
     first.kill()
     first.join()
     assert wait_until(lambda: not house.stand_ins())
+    (folder / "runs" / "one" / "999.pt").touch()  # a crash of the machine may leave a file without content
     second = multiprocessing.get_context("spawn").Process(target=run_job, args=(again,))
     second.start()
     second.join(60)
     outcome = json.loads((folder / "outcome.json").read_text())
-    assert outcome["resumed"] >= 20
+    assert 20 <= outcome["resumed"] <= 250
     assert_nothing_is_missing_or_twice(outcome["curve"])
+
+
+def test_learning_takes_one_mode_and_the_seeds_of_each_script_in_rounds():
+    runs = selection.select(selection.Args(profile="learning"), gpus=["0"])
+    assert {(run.mode, run.checkpoint_every) for run in runs} == {("both", 50_000)}
+    assert [run.seed for run in runs] == sorted(run.seed for run in runs)
+    for script, task in selection.TASKS.items():
+        chosen = [(run.env_id, run.seed) for run in runs if run.algorithm == script]
+        assert sorted(chosen) == sorted(itertools.product(task.learning_env_ids, task.learning_seeds))
 
 
 def test_a_run_that_ended_after_its_sweep_is_not_repeated(house):
@@ -277,7 +287,7 @@ def test_a_run_that_ended_after_its_sweep_is_not_repeated(house):
         ("killed", "killed by SIGKILL"),
         ("cut off", "the process that ran it died"),
         ("deep", "printed no summary"),
-        ("hang", "took longer than 3 s"),
+        ("hang", "took longer than 6 s"),
         ("silent", "printed no summary"),
         ("orphan", "the process that ran it died"),
         ("abandoned", "the process that ran it died"),
@@ -286,7 +296,7 @@ def test_a_run_that_ended_after_its_sweep_is_not_repeated(house):
 def test_a_run_that_fails_is_tried_again_and_then_recorded(house, behaviour, reason):
     house.tell(0, behaviour)
     house.tell(1, f"{behaviour}!")
-    done = house.sweep("--time-limit", 0.05 if behaviour == "hang" else 5)
+    done = house.sweep("--time-limit", 0.1 if behaviour == "hang" else 5)
     assert done.returncode == 1
     lines = {line["seed"]: line for line in house.lines()}
     assert [(lines[seed]["status"], lines[seed]["attempts"]) for seed in range(3)] == [("ok", 2), ("failed", 2), ("ok", 1)]
@@ -613,6 +623,29 @@ def test_a_sweep_on_slurm_takes_up_the_jobs_of_one_that_was_killed(house, cluste
     assert done.returncode == 0, done.stderr
     assert house.done() == [0, 1, 2]
     assert len(house.starts()) == 3
+
+
+@on_slurm
+def test_a_run_that_slurm_requeues_goes_on_from_its_checkpoint(house, cluster):
+    environment, notes = os.environ | cluster, house.leanrl / "steps.txt"
+    options = ("--cluster", "slurm", "--cores-per-job", "1", "--checkpoint-every", "10")
+    process = house.start(*options, seeds=1, env=environment)
+    assert wait_until(lambda: notes.exists() and len(notes.read_text().split()) > 25)
+    asked = {"env": environment, "capture_output": True, "text": True}
+    [number] = subprocess.run(["squeue", "--me", "--noheader", "--array", "--format=%i"], **asked).stdout.split()
+    assert subprocess.run(["scontrol", "requeue", number], **asked).returncode == 0
+
+    def started_again() -> bool:
+        """Slurm would wait for two minutes."""
+        subprocess.run(["scontrol", "update", f"JobId={number}", "StartTime=now"], **asked)
+        return len(house.starts()) == 2
+
+    assert wait_until(started_again)
+    process.communicate(timeout=120)
+    assert process.returncode == 0
+    [line] = house.lines()
+    assert line["resumed"] >= 20
+    assert_nothing_is_missing_or_twice(results.read(house.folder / "curves.jsonl", results.check_curve)[0])
 
 
 @on_slurm
