@@ -143,10 +143,9 @@ def children_usage() -> tuple[float, float]:
     return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def grouped(*columns: list[float]) -> list[np.ndarray]:
-    """Columns of one length in at most GROUPS groups: the last value of each group, in the last column the mean."""
-    groups = [np.array_split(np.asarray(column), min(GROUPS, len(column)) or 1) for column in columns]
-    *ends, means = groups
+def grouped(*columns: list[float], groups: int = GROUPS) -> list[np.ndarray]:
+    """Columns of one length in at most so many groups: the last value of each group, in the last column the mean."""
+    *ends, means = [np.array_split(np.asarray(column), min(groups, len(column)) or 1) for column in columns]
     if not len(columns[0]):
         return [np.array([]) for _ in columns]
     return [*(np.array([group[-1] for group in column]) for column in ends), np.array([group.mean() for group in means])]
@@ -170,8 +169,8 @@ def seconds_run(starts: list[float], times: list[float]) -> list[float]:
     return moments.tolist()
 
 
-def episode_curve(runs: Path, starts: list[float]) -> dict[str, list]:
-    """Steps, seconds and returns from the TensorBoard logs under `runs`, as in results.Curve.
+def episode_curve(runs: Path, starts: list[float], groups: int = GROUPS) -> dict[str, list]:
+    """Steps, seconds and returns from the TensorBoard logs under `runs`, as in results.Curve but in so many groups.
 
     `starts` are the Unix times at which the run was started or taken up. What it had done beyond the checkpoint from which it
     was taken up is left out, and returns that are not finite: JSON has no such numbers, and no curve is drawn through them.
@@ -187,7 +186,7 @@ def episode_curve(runs: Path, starts: list[float]) -> dict[str, list]:
     events = zip(events, seconds, strict=True)
     finite = [(event.step, second, event.value) for event, second in events if math.isfinite(event.value)]
     columns = list(zip(*finite, strict=True))
-    steps, seconds, returns = grouped(*columns or [[], [], []])
+    steps, seconds, returns = grouped(*columns or [[], [], []], groups=groups)
     return {
         "step": steps.astype(int).tolist(),
         "seconds": seconds.round(2).tolist(),

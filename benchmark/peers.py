@@ -1,11 +1,13 @@
 """Train one algorithm with Stable-Baselines3 or SBX and print a summary like those of the scripts.
 
     python benchmark/peers.py {sb3,sbx} SCRIPT --env-id=ID --seed=N --total-timesteps=N [--learning-starts=N]
+        [--num-envs=N] [--batch-size=N] [--width=N] [--num-steps=N] [--settle=N]
 
-Same task and networks, same batches and number of gradient steps as the scripts have by default; everything else is the
-library's default. PPO goes without the normalisation that the script has, which saves the libraries time. Atari games are
-ale-py's behind Stable-Baselines3's own wrappers, stepped in turn: the same frames, network and batches, but no EnvPool. SPS
-counts from a step at which everything is compiled: JAX does so when it learns for the first time.
+Same task and networks, same batches and number of gradient steps as the scripts have by default, or with the sizes that are
+given (not of Atari); everything else is the library's default. PPO goes without the normalisation that the script has, which
+saves the libraries time. Atari games are ale-py's behind Stable-Baselines3's own wrappers, stepped in turn: the same frames,
+network and batches, but no EnvPool. SPS counts from a step at which everything is compiled, for JAX compiles when it first
+learns: of PPO after two rollouts, of SAC and TD3 after as many agent steps in which they learn as --settle says.
 """
 
 import argparse
@@ -16,42 +18,42 @@ import time
 import gymnasium as gym
 import jax
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.env_util import make_atari_env
+from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
 PACKAGES = {"sb3": "stable_baselines3", "sbx": "sbx"}
-OFF_POLICY = {"train_freq": 1, "gradient_steps": 1, "batch_size": 256, "policy_kwargs": {"net_arch": [256, 256]}}
+OFF_POLICY = {"train_freq": 1, "gradient_steps": -1, "batch_size": 256, "policy_kwargs": {"net_arch": [256, 256]}}
 ON_POLICY = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10}
 ON_POLICY |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}
 # The libraries advise the CPU for PPO on small networks.
 ON_POLICY |= {"device": "cpu"}
 ATARI = {"n_steps": 128, "batch_size": 256, "n_epochs": 4, "learning_rate": 2.5e-4, "clip_range": 0.1, "ent_coef": 0.01}
-# The class, its policy, its options, and the step at which the clock starts, counted from the first that learns.
+# The class, its policy and its options.
 ALGORITHMS = {
-    "sac_continuous_action": ("SAC", "MlpPolicy", OFF_POLICY, 500),
-    "td3_continuous_action": ("TD3", "MlpPolicy", OFF_POLICY, 500),
-    "ppo_continuous_action": ("PPO", "MlpPolicy", ON_POLICY, 2 * 2048 + 1),
-    "ppo_atari_envpool": ("PPO", "CnnPolicy", ATARI, 2 * 8 * 128 + 8),
+    "sac_continuous_action": ("SAC", "MlpPolicy", OFF_POLICY),
+    "td3_continuous_action": ("TD3", "MlpPolicy", OFF_POLICY),
+    "ppo_continuous_action": ("PPO", "MlpPolicy", ON_POLICY),
+    "ppo_atari_envpool": ("PPO", "CnnPolicy", ATARI),
 }
 
 
 class Stopwatch(BaseCallback):
-    """Notes when the step `start` is reached."""
+    """Notes when the step `start` is reached, or passed, by several environments at once."""
 
     def __init__(self, start: int):
         super().__init__()
         self.start, self.started = start, None
 
     def _on_step(self) -> bool:
-        if self.num_timesteps == self.start:
-            self.started = time.perf_counter()
+        if self.started is None and self.num_timesteps >= self.start:
+            self.start, self.started = self.num_timesteps, time.perf_counter()
         return True
 
 
-def make_env(script: str, env_id: str, seed: int) -> gym.Env | VecEnv:
-    """The environment of a script: of Atari, the eight games of ale-py for EnvPool's id, such as Breakout-v5."""
+def make_env(script: str, env_id: str, seed: int, num_envs: int) -> VecEnv:
+    """The environments of a script: of Atari, the eight games of ale-py for EnvPool's id, such as Breakout-v5."""
     if script != "ppo_atari_envpool":
-        return gym.make(env_id)
+        return make_vec_env(lambda: gym.make(env_id), n_envs=num_envs, seed=seed)
     gym.register_envs(importlib.import_module("ale_py"))
     return VecFrameStack(make_atari_env(f"{env_id.removesuffix('-v5')}NoFrameskip-v4", n_envs=8, seed=seed), n_stack=4)
 
@@ -62,13 +64,21 @@ def main() -> None:
     parser.add_argument("peer", choices=PACKAGES)
     parser.add_argument("script", choices=ALGORITHMS)
     parser.add_argument("--env-id", required=True)
-    for name, default in (("--seed", None), ("--total-timesteps", None), ("--learning-starts", 0)):
+    for name, default in (("--seed", None), ("--total-timesteps", None), ("--learning-starts", 0), ("--num-envs", 1)):
         parser.add_argument(name, type=int, default=default, required=default is None)
+    for name, default in (("--batch-size", None), ("--width", None), ("--num-steps", None), ("--settle", 500)):
+        parser.add_argument(name, type=int, default=default)
     args = parser.parse_args()
-    algorithm, policy, options, start = ALGORITHMS[args.script]
-    options = options | ({"learning_starts": args.learning_starts} if args.learning_starts else {})
+    algorithm, policy, options = ALGORITHMS[args.script]
+    given = {"learning_starts": args.learning_starts, "batch_size": args.batch_size, "n_steps": args.num_steps}
+    options = options | {name: value for name, value in given.items() if value}
+    if args.width:
+        layers = [args.width, args.width]
+        options["policy_kwargs"] = {"net_arch": {"pi": layers, "vf": layers} if algorithm == "PPO" else layers}
     library = importlib.import_module(PACKAGES[args.peer])
-    model = getattr(library, algorithm)(policy, make_env(args.script, args.env_id, args.seed), seed=args.seed, **options)
+    env = make_env(args.script, args.env_id, args.seed, args.num_envs)
+    model = getattr(library, algorithm)(policy, env, seed=args.seed, **options)
+    start = 2 * options["n_steps"] * env.num_envs + 1 if algorithm == "PPO" else args.settle
     stopwatch = Stopwatch(args.learning_starts + start)
     model.learn(args.total_timesteps, callback=stopwatch)
     elapsed = time.perf_counter() - stopwatch.started if stopwatch.started else None
@@ -77,7 +87,7 @@ def main() -> None:
         "env_id": args.env_id,
         "seed": args.seed,
         "total_timesteps": args.total_timesteps,
-        "sps": (args.total_timesteps - stopwatch.start) / elapsed if elapsed else None,
+        "sps": (model.num_timesteps - stopwatch.start) / elapsed if elapsed else None,
         "startup_seconds": None,
         "wall_seconds": time.perf_counter() - begin,
         "device": str(model.device) if args.peer == "sb3" else jax.default_backend(),

@@ -175,6 +175,41 @@ class Bound(TypedDict):
     git_commit: str | None
 
 
+class Point(TypedDict):
+    """A line of benchmark/scaling.py: a run with one size changed."""
+
+    format: int
+    script: str
+    mode: Literal["compile", "sbx"]
+    axis: Literal["num_envs", "batch_size", "width"]
+    value: int
+    sps: float
+    updates_per_second: float
+    peak_memory_mb: float
+    versions: dict[str, str | None]
+    hardware: Hardware
+    git_commit: str | None
+
+
+class Published(TypedDict):
+    """A line of benchmark/results/literature.jsonl: what others have reached."""
+
+    format: int
+    algorithm: str  # the eager script
+    env_id: str
+    source: str  # the column of the table
+    about: str  # which figures of that source
+    url: str
+    mean: float
+    spread: float
+    spread_of: str
+    seeds: int
+    steps: str
+    returns: Literal["training", "evaluation"]
+    version: str  # of the environments
+    note: str
+
+
 class FormatError(ValueError):
     """A line of another version of the format."""
 
@@ -254,6 +289,20 @@ def check_roofline(line: object) -> None:
     check_format(line)
     check_finite(line)
     check_keys(line, Bound)
+
+
+def check_scaling(line: object) -> None:
+    """Raise ValueError, with one line that says why, unless this is a line of benchmark/scaling.py."""
+    check_format(line)
+    check_finite(line)
+    check_keys(line, Point)
+
+
+def check_literature(line: object) -> None:
+    """Raise ValueError, with one line that says why, unless this is a figure of the literature."""
+    check_format(line)
+    check_finite(line)
+    check_keys(line, Published)
 
 
 def check_figure(line: object) -> None:

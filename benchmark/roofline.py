@@ -22,7 +22,7 @@ from unittest.mock import patch
 import results
 import torch
 from job import provenance
-from report import roofline_table
+from tables import roofline_table
 from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from report import tricks_table
+from tables import tricks_table
 from torch import Tensor, nn, optim
 from torch.func import functional_call, stack_module_state, vmap
 

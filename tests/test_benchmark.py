@@ -21,6 +21,7 @@ import job
 import profile_run
 import report
 import results
+import tables
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
@@ -38,7 +39,7 @@ def line(mode: str, sps: float, startup: float | None = 1.0, cold: bool = False,
 
 def test_speed_table_gives_median_range_and_ratios():
     runs = [line("eager", 100), line("compile", 150, 20.0, cold=True), line("compile", 200, 5.0), line("compile", 250, 6.0)]
-    table = report.speed_table([*runs, line("sbx", 80, startup=None), {"status": "failed"}])
+    table = tables.speed_table([*runs, line("sbx", 80, startup=None), {"status": "failed"}])
     assert "| sac: LeanRL `--compile` | 200 (150-250) | 2.00 | 2.50 | 20.0 | 5.5 |" in table
     assert "| sac: SBX (JAX) | 80 | 0.80 | 1.00 |  |  |" in table
     assert table.endswith("A CPU, 2 cores; no GPU; python 3.12.1; commit 0123456")
@@ -46,7 +47,7 @@ def test_speed_table_gives_median_range_and_ratios():
 
 def test_machines_are_never_mixed():
     runs = [line("eager", 100), line("compile", 200), line("eager", 400, gpu="A GPU"), line("both", 2000, gpu="A GPU")]
-    first, first_machine, second, second_machine = report.speed_table(runs).split("\n\n")
+    first, first_machine, second, second_machine = tables.speed_table(runs).split("\n\n")
     assert "| sac: LeanRL `--compile` | 200 | 2.00 |" in first
     assert "| sac: LeanRL `--compile --cudagraphs` | 2000 | 5.00 |" in second
     assert "no GPU" in first_machine
@@ -55,7 +56,7 @@ def test_machines_are_never_mixed():
 
 def test_gpu_seconds_are_given_per_million_steps():
     runs = [line("both", 700, gpu="A GPU", gpu_busy_seconds=busy, total_timesteps=10_000) for busy in (4.0, 5.0, 6.0)]
-    assert "| sac: LeanRL `--compile --cudagraphs` | 700 (700-700) |  |  |  | 1.0 | 500 |" in report.speed_table(runs)
+    assert "| sac: LeanRL `--compile --cudagraphs` | 700 (700-700) |  |  |  | 1.0 | 500 |" in tables.speed_table(runs)
 
 
 def test_a_table_of_results_that_are_not_there_is_absent():
@@ -74,7 +75,7 @@ def graph(version: str, launches: int | None, **more) -> dict:
 
 
 def test_cuda_code_table_has_a_column_for_each_version_and_tells_of_failures():
-    first, error, made_with = report.cuda_code_table([graph("2.13.0", 3), graph("2.9.1", None)]).split("\n\n")
+    first, error, made_with = tables.cuda_code_table([graph("2.13.0", 3), graph("2.9.1", None)]).split("\n\n")
     assert "Triton launches, torch 2.9.1 | Triton launches, torch 2.13.0 |" in first
     assert "| sac, World-v0: act | fails | 3 | mm 4, randint 1 | 2 of 2 | 1 |" in first
     assert error == "torch 2.9.1 fails: `AssertionError: in lower: assert True`"

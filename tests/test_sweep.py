@@ -18,9 +18,9 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import record
-import report
 import results
 import selection
+import tables
 from job import Job, run_job
 from slurm import SlurmUnavailable, slurm_cluster, wait_until
 
@@ -712,8 +712,8 @@ def test_runs_share_a_gpu(house):
     assert [line["runs_per_gpu"] for line in house.lines()] == [2, 2]
     on_one = [line | {"hardware": line["hardware"] | {"gpu": "NVIDIA Pretended"}} for line in house.lines()]
     alone = [line | {"runs_per_gpu": 1} for line in on_one]
-    assert "NVIDIA Pretended, 2 runs at a time on it" in report.speed_table(on_one)
-    assert len(report.machines(on_one + alone)) == 2  # no table of both
+    assert "NVIDIA Pretended, 2 runs at a time on it" in tables.speed_table(on_one)
+    assert len(tables.machines(on_one + alone)) == 2  # no table of both
     for args, told in ((("--workers", "2"), "--workers takes"), (("--runs-per-gpu", str(cores + 1)), "cores")):
         refused = house.sweep(*args, env=pretended)
         assert refused.returncode == 2

@@ -1,0 +1,149 @@
+"""The plots of speed, returns and GPU utilisation of a sweep, and of what its sizes cost a script."""
+
+import statistics
+import textwrap
+
+import numpy as np
+from tables import AXES, MODES, UNITS, busy_per_million, by, cost_of_one, in_order, machine_of
+
+# The colours of Okabe and Ito, which colour-blind readers can tell apart.
+SCRIPT_COLOURS = {
+    "sac_continuous_action": "#0072B2",
+    "td3_continuous_action": "#D55E00",
+    "ppo_continuous_action": "#009E73",
+    "ppo_atari_envpool": "#000000",
+}
+COLOURS = dict(zip(MODES, ("#999999", "#555555", "#E69F00", "#56B4E9", "#0072B2", "#009E73", "#D55E00"), strict=True))
+
+
+def panels(count: int, title: str, columns: int = 2):
+    """A figure of panels, so many in a row, and its axes, of which those left over are hidden."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display
+    import matplotlib.pyplot as plt
+
+    columns = min(count, columns)
+    rows = -(-count // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, 3.2 * rows + 0.6), squeeze=False, layout="constrained")
+    for axis in axes.ravel()[count:]:
+        axis.set_visible(False)
+    for axis in axes.ravel():
+        axis.spines[["top", "right"]].set_visible(False)
+    # A title wider than its one panel is broken into lines, or both of its ends would be cut off.
+    figure.suptitle("\n".join(textwrap.wrap(title, 58 * columns)))
+    return figure, axes.ravel()
+
+
+def label(mode: str) -> str:
+    """A mode's name in a plot."""
+    return MODES[mode].replace("`", "").removeprefix("LeanRL ")
+
+
+def below(lines: list[dict]) -> str:
+    """The machine, short enough to stand below a plot."""
+    cpu, cores, gpu, _ = machine_of(lines[0])
+    torch = "/".join(sorted({line["versions"].get("torch") or "" for line in lines} - {""}))
+    return f"{cpu}, {cores} cores; {gpu or 'no GPU'}; torch {torch}"
+
+
+def plot_speed(lines: list[dict]):
+    """Bars of agent steps per second by mode, the range over runs as whiskers; a panel an algorithm and environment."""
+    timed = [line for line in lines if line.get("sps") and line.get("resumed") is None]
+    groups = by(timed, "algorithm", "env_id", "steps")
+    if not groups:
+        return None
+    figure, axes = panels(len(groups), "Agent steps per second: median, range, ratio to eager")
+    for axis, ((algorithm, env_id, _), group) in zip(axes, groups.items(), strict=False):
+        modes = {mode: [line["sps"] for line in runs] for (mode,), runs in by(group, "mode").items()}
+        names = in_order(modes)[::-1]
+        medians = np.array([statistics.median(modes[mode]) for mode in names])
+        whiskers = [medians - [min(modes[mode]) for mode in names], [max(modes[mode]) for mode in names] - medians]
+        colours = [COLOURS[mode] for mode in names]
+        axis.barh([label(mode) for mode in names], medians, xerr=whiskers, color=colours, ecolor="black", capsize=3)
+        base = statistics.median(modes["eager"]) if "eager" in modes else None
+        for row, (mode, median) in enumerate(zip(names, medians, strict=True)):
+            ratio = f"  ({median / base:.2f}x)" if base else ""
+            axis.text(max(modes[mode]), row, f"  {median:,.0f}{ratio}", va="center", fontsize=9)
+        axis.set_xlim(0, max(map(max, modes.values())) * 1.4)
+        axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
+    figure.supxlabel(below(lines), fontsize=8, color="#555555")
+    return figure
+
+
+def plot_returns(lines: list[dict], curves: list[dict], key: str):
+    """Return of training episodes against `key`, step or seconds: mean and range over seeds; a panel a task."""
+    curve_of = {(curve["sweep"], curve["job"]): curve for curve in curves if len(curve["step"]) > 1}
+    drawn = [line for line in lines if (line["sweep"], line["job"]) in curve_of]
+    groups = by(drawn, "algorithm", "env_id", "steps")
+    if not groups:
+        return None
+    axis_name = {"step": "agent steps", "seconds": "seconds, start-up included"}[key]
+    figure, axes = panels(len(groups), f"Return of training episodes against {axis_name}: mean and range over seeds")
+    for axis, ((algorithm, env_id, _), group) in zip(axes, groups.items(), strict=False):
+        modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
+        for mode in in_order(modes):
+            runs = [curve_of[line["sweep"], line["job"]] for line in modes[mode]]
+            # Only where each seed has episodes, for a mean over fewer would jump; and by steps also against time, of which
+            # the mean is taken: a seed that had to compile is through its first episodes when others are at their end.
+            low, high = max(run["step"][0] for run in runs), min(run["step"][-1] for run in runs)
+            if low >= high:
+                continue
+            grid = np.linspace(low, high, 100)
+            values = np.stack([np.interp(grid, run["step"], run["episodic_return"]) for run in runs])
+            seconds = np.stack([np.interp(grid, run["step"], run["seconds"]) for run in runs])
+            x = grid if key == "step" else seconds.mean(axis=0)
+            axis.plot(x, values.mean(axis=0), color=COLOURS[mode], label=label(mode))
+            axis.fill_between(x, values.min(axis=0), values.max(axis=0), color=COLOURS[mode], alpha=0.2, linewidth=0)
+        axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
+        axis.set_xlabel(axis_name)
+        axis.set_ylabel("return")
+        if axis.lines:
+            axis.legend(frameon=False, fontsize=8)
+    figure.supxlabel(below(lines), fontsize=8, color="#555555")
+    return figure
+
+
+def plot_scaling(lines: list[dict]):
+    """What one costs against sizes, both by powers: a panel an axis, a colour a script, SBX dashed."""
+    figure, axes = panels(len(AXES), "What one costs, by size", columns=3)
+    for axis, (name, title) in zip(axes, AXES.items(), strict=True):
+        drawn = by([line for line in lines if line["axis"] == name], "script", "mode")
+        for (script, mode), group in drawn.items():
+            group = sorted(group, key=lambda line: line["value"])
+            colour = SCRIPT_COLOURS[script]
+            style = {"linestyle": "-", "marker": "o", "label": script} if mode == "compile" else {"linestyle": "--"}
+            axis.plot([line["value"] for line in group], [cost_of_one(line) for line in group], color=colour, **style)
+        axis.set(xscale="log", yscale="log", xlabel=title, ylabel=f"microseconds of {UNITS[name]}")
+        axis.set_xticks(sorted({line["value"] for line in lines if line["axis"] == name and line["value"] not in (8, 512)}))
+        axis.xaxis.set_major_formatter("{x:.0f}")
+        axis.minorticks_off()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.supxlabel(f"dashed: SBX; {below(lines)}", fontsize=8, color="#555555")
+    return figure
+
+
+def plot_gpu(lines: list[dict], curves: list[dict]):
+    """GPU utilisation over the first run of each mode; a panel an algorithm and environment. None without a GPU."""
+    curve_of = {(curve["sweep"], curve["job"]): curve for curve in curves if curve["gpu_seconds"]}
+    whole = [line for line in lines if line.get("gpu_busy_seconds") is not None and line.get("resumed") is None]
+    drawn = [line for line in whole if (line["sweep"], line["job"]) in curve_of]
+    groups = by(drawn, "algorithm", "env_id", "steps")
+    if not groups:
+        return None
+    figure, axes = panels(len(groups), "GPU utilisation in a run, and the median of GPU-busy seconds per million steps")
+    for axis, ((algorithm, env_id, _), group) in zip(axes, groups.items(), strict=False):
+        modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
+        for mode in in_order(modes):
+            curve = curve_of[modes[mode][-1]["sweep"], modes[mode][-1]["job"]]  # the last: the first has compiled
+            busy = statistics.median(map(busy_per_million, modes[mode]))
+            percent = 100 * np.array(curve["gpu_utilization"])
+            axis.plot(curve["gpu_seconds"], percent, color=COLOURS[mode], label=f"{label(mode)}: {busy:,.0f} s")
+        axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
+        axis.set_xlabel("seconds, start-up included")
+        axis.set_ylabel("utilisation, %")
+        axis.set_ylim(0, 140)  # room for the legend
+        axis.set_yticks(range(0, 101, 20))
+        axis.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
+    figure.supxlabel(below(lines), fontsize=8, color="#555555")
+    return figure

@@ -1,0 +1,237 @@
+"""The tables of speed, counts and costs that README.md, docs/ and a sweep show, made of lines of results."""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+PUBLISHED = ROOT / "benchmark" / "results"
+MODES = {
+    "sb3": "Stable-Baselines3",
+    "sbx": "SBX (JAX)",
+    "eager": "LeanRL eager",
+    "twin": "LeanRL twin, no flag",
+    "compile": "LeanRL `--compile`",
+    "cudagraphs": "LeanRL `--cudagraphs`",
+    "both": "LeanRL `--compile --cudagraphs`",
+}
+
+
+def by(lines: list[dict], *keys: str) -> dict[tuple, list[dict]]:
+    """The lines by their values of these keys, in the order in which these first occur."""
+    groups: dict[tuple, list[dict]] = {}
+    for line in lines:
+        groups.setdefault(tuple(line.get(key) for key in keys), []).append(line)
+    return groups
+
+
+def in_order(modes: Iterable[str]) -> list[str]:
+    """Modes in the order of tables and plots."""
+    return [mode for mode in MODES if mode in modes]
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table whose first column is text and whose others are figures."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows])
+
+
+def spread(values: list[float]) -> str:
+    """The median and, of several values, their range."""
+    median = f"{statistics.median(values):.0f}"
+    return median if len(values) == 1 else f"{median} ({min(values):.0f}-{max(values):.0f})"
+
+
+def median_of(lines: list[dict], key: str) -> str:
+    """The median of a figure over the lines that have it, or nothing."""
+    values = [line[key] for line in lines if line.get(key) is not None]
+    return f"{statistics.median(values):.1f}" if values else ""
+
+
+def busy_per_million(line: dict) -> float:
+    """The seconds that the GPU is busy in a million agent steps of a run."""
+    return line["gpu_busy_seconds"] / line["total_timesteps"] * 1e6
+
+
+def machine_of(line: dict) -> tuple:
+    """What tells machines apart, and runs that had a GPU to themselves from those that shared it."""
+    return (*(line["hardware"].get(key) for key in ("cpu", "cores", "gpu")), line.get("runs_per_gpu", 1))
+
+
+def machines(lines: list[dict]) -> list[list[dict]]:
+    """The lines of runs that were not in vain, by machine."""
+    groups: dict[tuple, list[dict]] = {}
+    for line in lines:
+        if line["status"] == "ok":
+            groups.setdefault(machine_of(line), []).append(line)
+    return list(groups.values())
+
+
+def machine(lines: list[dict]) -> str:
+    """What the runs of one machine were made with: one line, with all versions where runs differ."""
+    cpu, cores, gpu, sharing = machine_of(lines[0])
+    versions: dict[str, set[str]] = {}
+    for line in lines:
+        for package, version in line["versions"].items():
+            versions.setdefault(package, set()).update([version] if version else [])
+    packages = [f"{package} {'/'.join(sorted(found))}" for package, found in versions.items() if found]
+    commits = sorted({line["git_commit"][:7] for line in lines if line.get("git_commit")})
+    shared = f", {sharing} runs at a time on it, each with its share of the cores" if sharing > 1 else ""
+    made_with = [f"{cpu}, {cores} cores", f"{gpu}{shared}" if gpu else "no GPU", ", ".join(packages)]
+    return "; ".join([*made_with, *([f"commit {', '.join(commits)}"] if commits else [])])
+
+
+def by_machine(table: Callable[[list[dict]], str]) -> Callable[[list[dict]], str]:
+    """A table that is made for each machine of its own, with the machine below it."""
+
+    def tables(lines: list[dict]) -> str:
+        return "\n\n".join(f"{table(group)}\n\n{machine(group)}" for group in machines(lines))
+
+    tables.__doc__ = table.__doc__
+    return tables
+
+
+@by_machine
+def speed_table(lines: list[dict]) -> str:
+    """Agent steps per second of each algorithm and mode: median and range, ratios, start-up cold and warm, GPU seconds.
+
+    Without runs that were taken up, whose figures are those of their last part.
+    """
+    timed = [line for line in lines if line.get("sps") and line.get("resumed") is None]
+    on_gpu = any(line.get("gpu_busy_seconds") for line in timed)
+    groups = by(timed, "algorithm", "env_id", "steps")
+    several = len(groups) > len(by(timed, "algorithm"))
+    rows = []
+    for (algorithm, env_id, steps), group in groups.items():
+        modes = {mode: lines for (mode,), lines in by(group, "mode").items()}
+        medians = {mode: statistics.median(line["sps"] for line in lines) for mode, lines in modes.items()}
+        for mode in in_order(modes):
+            runs = modes[mode]
+            ratios = [f"{medians[mode] / medians[base]:.2f}" if base in medians else "" for base in ("eager", "sbx")]
+            startup = [[line for line in runs if line.get("cold_start") is cold] for cold in (True, False)]
+            startup = [median_of(part, "startup_seconds") for part in startup]
+            busy = [busy_per_million(line) for line in runs if line.get("gpu_busy_seconds") is not None]
+            name = f"{algorithm}{f', {env_id}, {steps:,} steps' if several else ''}: {MODES[mode]}"
+            gpu = [f"{statistics.median(busy):.0f}" if busy else ""] if on_gpu else []
+            rows.append([name, spread([line["sps"] for line in runs]), *ratios, *startup, *gpu])
+    header = ["", "steps/s, median (range)", "x eager", "x SBX", "start-up cold, s", "warm, s"]
+    return markdown([*header, *(["GPU-busy s per 1M steps"] if on_gpu else [])], rows)
+
+
+@by_machine
+def learning_table(lines: list[dict]) -> str:
+    """Returns of training: the last 10 episodes of each seed, and the mean of the last 100 over the seeds."""
+    rows = []
+    trained = [line for line in lines if "episodic_return" in line]
+    for (script, env_id, steps), runs in by(trained, "script", "env_id", "total_timesteps").items():
+        last = ", ".join(f"{line['episodic_return_10']:.0f}" for line in runs if line["episodic_return_10"] is not None)
+        rows.append([f"{script}, {env_id}", f"{steps:,}", last, mean_return(runs)])
+    return markdown(["", "steps", "return, last 10 episodes, by seed", "last 100, mean of seeds"], rows)
+
+
+def mean_return(runs: list[dict]) -> str:
+    """The mean over runs of their episodic return, or nothing."""
+    values = [line["episodic_return"] for line in runs if line["episodic_return"] is not None]
+    return f"{statistics.mean(values):.0f}" if values else ""
+
+
+def curve_table(curves: list[dict]) -> str:
+    """Learning curves in ten rows: the mean return of the episodes that ended between one row's step and the one before.
+
+    Where there is more than one, columns are named by the last part of their job.
+    """
+    names = [curve["job"].rsplit("-", 1)[1] for curve in curves] if len(curves) > 1 else ["mean return"]
+    rows = []
+    for low, high in itertools.pairwise(np.linspace(0, max(curve["step"][-1] for curve in curves), 11)):
+        ended = [zip(curve["step"], curve["episodic_return"], strict=True) for curve in curves]
+        inside = [[value for step, value in episodes if low < step <= high] for episodes in ended]
+        rows.append([f"{high:,.0f}", *(f"{np.mean(values):.1f}" if values else "" for values in inside)])
+    return markdown(["agent steps", *names], rows)
+
+
+def tricks_table(lines: list[dict]) -> str:
+    """Microseconds a call of each variant, and the ratio to the first one of its title."""
+    rows, first = [], {}
+    for line in lines:
+        base = first.setdefault(line["title"], line["microseconds"])
+        figure, ratio = f"{line['microseconds']:.2f}", f"{line['microseconds'] / base:.2f}" if base > 0.1 else ""
+        rows.append([f"{line['title']}: {line['variant']}", figure, ratio])
+    made_with = ", ".join(f"{key} {lines[0][key]}" for key in ("device", "threads", "torch"))
+    return f"{markdown(['', 'microseconds a call', 'x first'], rows)}\n\n{made_with}"
+
+
+def cuda_code_table(lines: list[dict]) -> str:
+    """Triton launches of each graph by version of torch, and what else was counted with the newest of these."""
+    made_with = by(sorted(lines, key=lambda line: [int(part) for part in line["torch"].split(".")]), "torch", "triton")
+    versions = list(dict.fromkeys(torch for torch, _ in made_with))
+    rows = []
+    for (script, env_id, graph), group in by(lines, "script", "env_id", "graph").items():
+        of = {line["torch"]: line for line in group}
+        launches = [str(of[version].get("triton_launches", "fails")) if version in of else "" for version in versions]
+        newest = of.get(versions[-1], {"generated": False})
+        counted = ["", "", ""]
+        if newest["generated"]:
+            extern = ", ".join(f"{operation} {calls}" for operation, calls in newest["extern_calls"].items())
+            counted = [extern, f"{newest['compiled']} of {newest['kernels']}", str(newest["spilling"])]
+        rows.append([f"{script}, {env_id}: {graph}", *launches, *counted])
+    counted = ["other calls", "kernels that compile for sm_90", "that spill registers"]
+    header = ["", *(f"Triton launches, torch {version}" for version in versions), *counted]
+    errors = {f"torch {line['torch']} fails: `{line['error']}`": None for line in lines if not line["generated"]}
+    below = ", ".join(f"torch {torch} with Triton {triton}" for torch, triton in made_with)
+    commits = sorted({line["git_commit"][:7] for line in lines if line["git_commit"]})
+    below += f"; commit {', '.join(commits)}" if commits else ""
+    return "\n\n".join([markdown(header, rows), *errors, below])
+
+
+def roofline_table(lines: list[dict]) -> str:
+    """What the matrix products alone would allow beside what a compiled run reaches."""
+    rows = []
+    for line in lines:
+        bound = line["gflops"] * 1000 / line["mflop_per_step"]
+        figures = [f"{line['mflop_per_step']:.1f}", str(line["threads"]), f"{line['gflops']:.0f}", f"{bound:.0f}"]
+        rows.append([line["script"], *figures, f"{line['sps']:.0f}", f"{line['sps'] / bound:.0%}"])
+    header = ["", "MFLOP a step", "threads", "GFLOP/s", "the products alone, steps/s", "compiled, steps/s", "share"]
+    return f"{markdown(header, rows)}\n\n{machine(lines)}"
+
+
+def cost_of_one(line: dict) -> float:
+    """Microseconds that an agent step takes, or a row of a batch in a gradient step, or a gradient step, as its axis asks."""
+    if line["axis"] == "num_envs":
+        return 1e6 / line["sps"]
+    return 1e6 / line["updates_per_second"] / (line["value"] if line["axis"] == "batch_size" else 1)
+
+
+def binding(lines: list[dict]) -> dict | None:
+    """Of the lines along one axis, the first from which on the cost of one falls no further than by a fifth, if there is one.
+
+    Of widths, whose cost grows with the square: the first at which a gradient step takes twice the time of the smallest.
+    """
+    lines = sorted(lines, key=lambda line: line["value"])
+    costs = [cost_of_one(line) for line in lines]
+    if lines[0]["axis"] == "width":
+        return next((line for line, cost in zip(lines, costs, strict=True) if cost >= 2 * costs[0]), None)
+    return next(line for index, line in enumerate(lines) if costs[index] <= 1.25 * min(costs[index:]))
+
+
+AXES = {"num_envs": "environments", "batch_size": "batch", "width": "width"}
+UNITS = {"num_envs": "an agent step", "batch_size": "a row of a gradient step", "width": "a gradient step"}
+
+
+def scaling_table(lines: list[dict]) -> str:
+    """Speed and memory of each script against its sizes, SBX beside it; bold from where another resource binds."""
+    rows = []
+    for (script, axis), group in by(lines, "script", "axis").items():
+        ours = sorted((line for line in group if line["mode"] == "compile"), key=lambda line: line["value"])
+        theirs = {line["value"]: line for line in group if line["mode"] == "sbx"}
+        bound = binding(ours)
+        for line in ours:
+            other = theirs.get(line["value"])
+            value = f"**{line['value']}**" if line is bound else str(line["value"])
+            figures = [f"{line['sps']:.0f}", f"{line['updates_per_second']:.0f}", f"{cost_of_one(line):.1f}"]
+            beside = [f"{other['sps']:.0f}", f"{line['sps'] / other['sps']:.2f}"] if other else ["", ""]
+            rows.append([f"{script}, {AXES[axis]} {value}", *figures, f"{line['peak_memory_mb']:.0f}", *beside])
+    header = ["", "steps/s", "gradient steps/s", "us of one", "memory, MB", "SBX, steps/s", "x SBX"]
+    return f"{markdown(header, rows)}\n\n{machine(lines)}"

@@ -1,0 +1,157 @@
+"""Learning curves: intervals over seeds, runs that have ended and runs that have not; and what sizes cost a script."""
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, TWINS
+from torch.utils.tensorboard import SummaryWriter
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import learning
+import results
+import scaling
+import tables
+
+TD3 = "td3_continuous_action"
+
+
+def test_the_interval_is_that_of_the_mean_over_seeds():
+    values = np.random.default_rng(11).normal(100, 10, size=(10, 3))
+    low, high = learning.interval(values)
+    # About 1.96 standard errors, of ten values a little less.
+    errors = values.std(axis=0) / 10**0.5
+    assert (np.abs((high - low) / (2 * 1.96 * errors) - 1) < 0.15).all()
+    assert ((low < values.mean(axis=0)) & (values.mean(axis=0) < high)).all()
+    assert (learning.interval(values) == [low, high]).all()  # the same each time, for the tables' sake
+    assert learning.interval([5.0, 5.0]).tolist() == [5, 5]
+    assert learning.interval([5.0]) is None
+
+
+def line(seed: int, value: float | None, steps: int = 1_000_000, algorithm: str = TD3, env_id: str = "HalfCheetah-v4") -> dict:
+    """A line of results of a run that has reached this value."""
+    about = {"format": 1, "sweep": "2026-01-01-0", "job": f"{algorithm}-compile-{env_id}-1000000-seed{seed}", "attempts": 1}
+    about |= {"algorithm": algorithm, "mode": "compile", "env_id": env_id, "seed": seed, "status": "ok", "script": algorithm}
+    about |= {"total_timesteps": steps, "steps": 1_000_000, "sps": 100.0, "startup_seconds": 1.0, "episodic_return": value}
+    return about | {"versions": {"torch": "2"}, "hardware": {"cpu": "A CPU", "cores": 1, "gpu": None}, "git_commit": None}
+
+
+def test_returns_stand_beside_the_literature():
+    runs = [line(1, 9000.0), line(2, 10000.0), line(1, 500.0, steps=300_000, env_id="Hopper-v4"), line(3, None)]
+    table = learning.returns_table([runs[2], *runs[:2], runs[3]])
+    first, second = table.split("\n")[2:4]
+    assert first.startswith(f"| {TD3}, HalfCheetah-v4 | 1.00M | 2 | 9500 [9000, 10000] | 9000, 10000 | 9583 ± 126 |")
+    assert "9637 ± 859, best of a run" in first
+    assert second.startswith(f"| {TD3}, Hopper-v4 | 0.30M | 1 | 500 | 500 | 3135 ± 360 |")
+    assert table.endswith("\n\nA CPU; torch 2")
+    behind = learning.returns_table([*runs[:2], line(3, 1.0, steps=900_000)])
+    assert behind.split("\n")[2] == first
+    assert behind.split("\n\n")[1:] == [f"On their way: {TD3} HalfCheetah-v4 seed 3 at 0.90M.", "A CPU; torch 2"]
+    short = learning.returns_table(runs, short=True).split("\n")[2:]
+    assert short == [f"| {TD3}, HalfCheetah-v4 | 1.00M | 2 | 9500 [9000, 10000] | 9583 ± 126 |"]
+
+
+def curve(job: str, last: int) -> dict:
+    """The curve of a run, of two points."""
+    points = {
+        "step": [1, last],
+        "seconds": [0.1, 1.0],
+        "episodic_return": [0.0, 1.0],
+        "gpu_seconds": [],
+        "gpu_utilization": [],
+    }
+    return {"format": 1, "sweep": "2026-01-01-0", "job": job, **points}
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a sweep of which seed 10 has ended, and seed 9 has logged 200 episodes; where its runs go is beside it."""
+    published, folder = tmp_path / "published", tmp_path / "sweep"
+    published.mkdir()
+    monkeypatch.setattr(learning, "PUBLISHED", published)
+    ended = line(10, 9000.0)
+    runs = folder / "jobs" / line(9, None)["job"] / "2" / "runs"
+    runs.mkdir(parents=True)
+    (folder / "sweep.json").write_text(json.dumps({"id": "2026-01-01-0"}))
+    results.replace(folder / "results.jsonl", [ended, line(8, 1.0) | {"status": "failed", "reason": "", "log": ""}])
+    results.replace(folder / "curves.jsonl", [curve(ended["job"], 1_000_000)])
+    (runs / "starts.txt").write_text("0\n")
+    writer = SummaryWriter(str(runs / "a_run"))
+    for episode in range(200):
+        writer.add_scalar("charts/episodic_return", episode, (episode + 1) * 1000, walltime=episode + 1)
+    writer.close()
+    return folder
+
+
+def test_runs_are_taken_over_as_far_as_they_are(sweep):
+    learning.take_over([sweep])
+    lines = results.read(learning.PUBLISHED / "learning.jsonl")
+    assert [run["seed"] for run in lines] == [9, 10]  # not the one that failed
+    assert (lines[0]["total_timesteps"], lines[0]["episodic_return"], lines[0]["sps"]) == (200_000, 149.5, None)
+    drawn = results.read(learning.PUBLISHED / "learning.curves.jsonl", results.check_curve)
+    assert [found["job"] for found in drawn] == [run["job"] for run in lines]
+    assert (drawn[0]["step"][-1], drawn[0]["seconds"][-1], len(drawn[0]["step"])) == (200_000, 200.0, 100)
+    # Later it has ended, and takes the place of what it was.
+    results.append(sweep / "results.jsonl", line(9, 700.0))
+    results.append(sweep / "curves.jsonl", curve(lines[0]["job"], 1_000_000))
+    learning.take_over([sweep])
+    assert [run["episodic_return"] for run in results.read(learning.PUBLISHED / "learning.jsonl")] == [700, 9000]
+    assert results.read(learning.PUBLISHED / "learning.curves.jsonl", results.check_curve)[0]["step"] == [1, 1_000_000]
+
+
+def test_plots_have_a_row_an_environment(sweep):
+    runs = [line(1, 9000.0), line(2, 9500.0), line(1, 500.0, env_id="Hopper-v4"), line(2, 1.0, env_id="Walker2d-v4")]
+    curves = [curve(run["job"], 1_000_000) for run in runs[:3]]
+    results.replace(learning.PUBLISHED / "literature.jsonl", [])
+    figure = learning.plot_returns_of(TD3, runs, curves)
+    assert [axis.get_title() for axis in figure.axes] == 2 * ["HalfCheetah-v4"] + 2 * ["Hopper-v4"]
+    assert len(figure.axes[0].lines) == 3  # two seeds and their mean
+    assert [axis.get_title() for axis in learning.plot_overview(runs, curves).axes] == [f"{TD3}, HalfCheetah-v4"]
+    assert learning.plot_returns_of("sac_continuous_action", runs, curves) is None
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_widened_copy_differs_in_its_networks_only(name):
+    script = name.removesuffix("_torchcompile")
+    text, wide = (ROOT / "leanrl" / f"{name}.py").read_text(), scaling.widened(script, 1024)
+    ast.parse(wide)
+    changed = [pair for pair in zip(text.split("\n"), wide.split("\n"), strict=True) if pair[0] != pair[1]]
+    width = str(scaling.DEFAULTS[script]["width"])
+    assert len(changed) >= 3
+    assert all(old.replace(width, "1024") == new and ("Linear" in old or "layer" in old) for old, new in changed)
+
+
+@pytest.mark.parametrize("script", scaling.DEFAULTS)
+def test_sizes_leave_the_gradient_steps_per_agent_step_as_they_are(script):
+    for point in scaling.points(scaling.Args(scripts=(script,))):
+        given = point.arguments
+        if script.startswith("ppo"):
+            rollout = point.sizes["num_envs"] * given["num-steps"]
+            assert rollout == given["num-minibatches"] * point.sizes["batch_size"]
+            assert given["total-timesteps"] == scaling.ROLLOUTS * rollout
+            epochs = 4 if "atari" in script else 10
+            assert point.updates_per_step == pytest.approx(epochs * given["num-minibatches"] / rollout)
+        else:
+            assert given["total-timesteps"] - given["learning-starts"] >= 120
+
+
+def test_the_scaling_table_shows_from_where_another_resource_binds():
+    def point(axis: str, value: int, updates: float, mode: str = "compile") -> dict:
+        about = {"script": TD3, "mode": mode, "axis": axis, "value": value, "sps": updates, "updates_per_second": updates}
+        return about | {
+            "peak_memory_mb": 500.0,
+            "status": "ok",
+            **{key: line(1, 0.0)[key] for key in ("versions", "hardware")},
+        }
+
+    batches = [point("batch_size", value, updates) for value, updates in ((64, 200), (256, 190), (1024, 100), (4096, 26))]
+    widths = [point("width", value, updates) for value, updates in ((64, 300), (256, 200), (1024, 20))]
+    table = tables.scaling_table([*batches, point("batch_size", 256, 95, mode="sbx"), *widths])
+    # A row costs 78, 21, 9.8 and 9.4 us: from 1024 on a batch costs what its rows cost.
+    assert f"| {TD3}, batch **1024** | 100 | 100 | 9.8 | 500 |  |  |" in table
+    assert f"| {TD3}, batch 256 | 190 | 190 | 20.6 | 500 | 95 | 2.00 |" in table
+    assert f"| {TD3}, width **1024** | 20 | 20 | 50000.0 | 500 |  |  |" in table
+    assert table.count("**") == 4
