@@ -301,6 +301,7 @@ def run_job(job: Job) -> None:
         gpu = GpuSampler(env.get("CUDA_VISIBLE_DEVICES"))
         # Asked before the run: at its end the checkout may be at another commit.
         outcome = provenance(job.command, env, gpu.name)
+        (runs / "about.json").write_text(json.dumps({"command": command, **outcome}))  # for whoever asks before it has ended
         seconds_before, _ = children_usage()
         streams = {"stdout": files.enter_context(stdout.open("wb")), "stderr": files.enter_context(log.open("wb"))}
         options = {"stdin": subprocess.DEVNULL, "cwd": job.folder, "start_new_session": True, "preexec_fn": begin}
