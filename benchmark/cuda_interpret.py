@@ -111,7 +111,7 @@ def as_laid_out(tensor: torch.Tensor) -> torch.Tensor:
 def difference(graph: cuda_code.Graph) -> float:
     """How far apart the graph's operations and its generated code end, relative to the largest value of a tensor.
 
-    A tensor of values below 0.01, such as an explained variance that is 0 but for rounding, counts as one of 0.01.
+    A 0-dim value below 0.01 counts as one of 0.01: an explained variance may be 0 but for rounding.
     """
     inputs = [random_input(*x) if isinstance(x, tuple) else x for x in graph.inputs]
     ours, theirs = ([as_laid_out(x) if isinstance(x, torch.Tensor) else x for x in inputs] for _ in range(2))
@@ -122,7 +122,10 @@ def difference(graph: cuda_code.Graph) -> float:
     torch.set_rng_state(rng)
     found = [*interpret(code, theirs), *theirs]
     pairs = [pair for pair in zip(expected, found, strict=True) if isinstance(pair[0], torch.Tensor)]
-    worst = [((a.double() - b.double()).abs().max() / a.double().abs().max().clamp(min=0.01)).item() for a, b in pairs]
+    least = [1e-30 if expected.ndim else 0.01 for expected, _ in pairs]
+    errors = [(a.double() - b.double()).abs().max() for a, b in pairs]
+    largest = [a.double().abs().max().clamp(min=low) for (a, _), low in zip(pairs, least, strict=True)]
+    worst = [(error / size).item() for error, size in zip(errors, largest, strict=True)]
     return float(np.max(worst))  # and not max(), which would pass over a NaN
 
 

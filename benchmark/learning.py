@@ -1,11 +1,15 @@
 """What was learnt, over seeds: tables and plots of learning curves beside the literature, and how sweeps get there.
 
-    python benchmark/learning.py sweeps/NAME ...     takes the runs of these sweeps over into benchmark/results/learning.jsonl
+    python benchmark/learning.py sweeps/NAME ...                  takes their runs over into benchmark/results/learning.jsonl
+    python benchmark/learning.py --variant NAME sweeps/NAME ...   and into ablation.jsonl, as those of a variant
 
 Runs that have not ended are taken as far as they are, from their logs; started again, their sweep goes on with them. A line
-there replaces an earlier one of the same script, environment and seed. ./run.sh report makes docs/learning.md of it.
+replaces an earlier one of the same script, environment and seed, and variant. ./run.sh report makes docs/learning.md of it.
 """
 
+import argparse
+import itertools
+import json
 import statistics
 import sys
 import warnings
@@ -14,12 +18,15 @@ from pathlib import Path
 
 import numpy as np
 import results
-from job import episode_curve, provenance
+from job import episode_curve
 from plots import panels
-from tables import PUBLISHED, ROOT, by, machine, markdown
+from selection import MODES
+from tables import PUBLISHED, by, machine, markdown
 
 LAST = 100  # training episodes, whose mean return is what a run has reached
+THROUGH = 0.95  # of the steps of the longest run: what is less far is not part of a mean
 SOURCES = ("CleanRL", "Stable-Baselines3 zoo", "authors", "others")  # columns of the literature's figures
+THIN = {"color": "#777777", "linewidth": 0.6, "alpha": 0.8}
 COLOUR, LITERATURE = "#0072B2", "#D55E00"
 HEADLINE = {  # what the README shows of each algorithm
     "sac_continuous_action": "HalfCheetah-v4",
@@ -47,21 +54,26 @@ def millions(steps: int) -> str:
     return f"{steps / 1e6:.2f}M"
 
 
+def told(value: float) -> str:
+    """A return; a small one, such as Pong's, with a decimal."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}"
+
+
 def reached(runs: list[dict]) -> str:
     """The mean over seeds of what runs have reached, and its interval."""
     values = [run["episodic_return"] for run in runs]
-    mean, bounds = f"{statistics.mean(values):.0f}", interval(values)
-    return mean if bounds is None else f"{mean} [{bounds[0]:.0f}, {bounds[1]:.0f}]"
+    mean, bounds = told(statistics.mean(values)), interval(values)
+    return mean if bounds is None else f"{mean} [{told(bounds[0])}, {told(bounds[1])}]"
 
 
-def published(literature: list[dict], algorithm: str, env_id: str, source: str) -> str:
+def reached_by_others(literature: list[dict], algorithm: str, env_id: str, source: str) -> str:
     """The literature's figures of one column."""
     fit = [line for line in literature if (line["algorithm"], line["env_id"], line["source"]) == (algorithm, env_id, source)]
-    told = []
+    cells = []
     for line in fit:
         more = [line["steps"] if line["steps"] != "1M" else "", line["note"]]
-        told.append(f"{line['mean']:g} ± {line['spread']:g}" + "".join(f", {text}" for text in more if text))
-    return "; ".join(told)
+        cells.append(f"{line['mean']:g} ± {line['spread']:g}" + "".join(f", {text}" for text in more if text))
+    return "; ".join(cells)
 
 
 def trained(lines: list[dict]) -> list[dict]:
@@ -80,27 +92,42 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
         if short and env_id != HEADLINE[algorithm]:
             continue
         most = max(run["total_timesteps"] for run in runs)
-        behind += [run for run in runs if run["total_timesteps"] < 0.95 * most]
+        behind += [run for run in runs if run["total_timesteps"] < THROUGH * most]
         runs = [run for run in runs if run not in behind]
-        cells = [millions(most), str(len(runs)), reached(runs)]
-        cells += [] if short else [", ".join(f"{run['episodic_return']:.0f}" for run in runs)]
-        rows.append([f"{algorithm}, {env_id}", *cells, *(published(literature, algorithm, env_id, name) for name in sources)])
+        asked = max(run["steps"] for run in runs)
+        cells = [millions(most) + (f" of {millions(asked)}" if most < THROUGH * asked else ""), str(len(runs)), reached(runs)]
+        cells += [] if short else [", ".join(told(run["episodic_return"]) for run in runs)]
+        rows.append(
+            [f"{algorithm}, {env_id}", *cells, *(reached_by_others(literature, algorithm, env_id, name) for name in sources)]
+        )
     header = ["", "steps", "seeds", "mean return [95 % interval]", *([] if short else ["by seed"]), *sources]
     if short:
         return markdown(header, rows)
-    # On whatever cores: these do not change what is learnt.
-    made_on = "/".join(sorted({line["hardware"]["cpu"] for line in lines}))
-    made_with = "; ".join([made_on, *machine(lines).split("; ")[2:]])
     going = [f"{run['algorithm']} {run['env_id']} seed {run['seed']} at {millions(run['total_timesteps'])}" for run in behind]
-    return "\n\n".join([markdown(header, rows), *([f"On their way: {', '.join(going)}."] if going else []), made_with])
+    return "\n\n".join([markdown(header, rows), *([f"On their way: {', '.join(going)}."] if going else []), made_with(lines)])
+
+
+def ablation_table(lines: list[dict]) -> str:
+    """Mean return of the last training episodes of each variant, with its interval."""
+    rows = []
+    for (env_id, variant), runs in by(trained(lines), "env_id", "variant").items():
+        values = [told(run["episodic_return"]) for run in runs]
+        most = millions(max(run["total_timesteps"] for run in runs))
+        rows.append([f"{env_id}: {variant}", most, str(len(runs)), reached(runs), ", ".join(values)])
+    return f"{markdown(['', 'steps', 'seeds', 'mean return [95 % interval]', 'by seed'], rows)}\n\n{made_with(lines)}"
+
+
+def made_with(lines: list[dict]) -> str:
+    """Processors, versions and commits of runs; on how many cores does not change what is learnt."""
+    return "; ".join(["/".join(sorted({line["hardware"]["cpu"] for line in lines})), *machine(lines).split("; ")[2:]])
 
 
 def literature_table(lines: list[dict]) -> str:
     """Where the literature's figures come from."""
     rows = []
-    for (source, about, url), group in by(lines, "source", "about", "url").items():
+    for (source, about, url, *_), group in by(lines, "source", "about", "url", "version", "returns").items():
         rows.append([f"{source}: [{about}]({url})", ", ".join(sorted({line["algorithm"] for line in group}))])
-        rows[-1] += [str(group[0][key]) for key in ("version", "seeds", "spread_of", "returns")]
+        rows[-1] += [str(group[0][key] or "") for key in ("version", "seeds", "spread_of", "returns")]
     return markdown(["", "scripts", "environments", "seeds", "±", "returns"], rows)
 
 
@@ -112,40 +139,48 @@ def drawn_curves(runs: list[dict], curves: list[dict]) -> list[dict]:
 
 
 def draw(axis, curves: list[dict], key: str) -> None:
-    """Return against millions of steps or hours: single seeds thin, and their mean as far as all go, with its interval."""
-    scale = {"step": 1e6, "seconds": 3600}[key]
+    """Return against steps or time: single seeds thin, and the mean of those that are through, with its interval."""
+    scale = {"step": 1e6, "seconds": 60}[key]
+    most = max(curve["step"][-1] for curve in curves)
+    through = [curve for curve in curves if curve["step"][-1] >= THROUGH * most]
+    alone = through if len(through) == 1 else []
     for curve in curves:
-        axis.plot(np.array(curve[key]) / scale, curve["episodic_return"], color="#999999", linewidth=0.6, alpha=0.7)
-    low, high = max(curve["step"][0] for curve in curves), min(curve["step"][-1] for curve in curves)
-    if low >= high:
+        style = {"color": COLOUR, "linewidth": 1.5, "label": "LeanRL, 1 seed"} if curve in alone else THIN
+        axis.plot(np.array(curve[key]) / scale, curve["episodic_return"], **style)
+    low, high = max(curve["step"][0] for curve in through), min(curve["step"][-1] for curve in through)
+    if alone or low >= high:
         return
-    grid = np.linspace(low, high, 60)
-    values = np.stack([np.interp(grid, curve["step"], curve["episodic_return"]) for curve in curves])
-    seconds = np.stack([np.interp(grid, curve["step"], curve["seconds"]) for curve in curves])
+    grid = np.linspace(low, high, 100)
+    values = np.stack([np.interp(grid, curve["step"], curve["episodic_return"]) for curve in through])
+    seconds = np.stack([np.interp(grid, curve["step"], curve["seconds"]) for curve in through])
     x = (grid if key == "step" else seconds.mean(axis=0)) / scale
-    axis.plot(x, values.mean(axis=0), color=COLOUR, linewidth=2, label=f"LeanRL, {len(curves)} seed{'s' * (len(curves) > 1)}")
+    axis.plot(
+        x, values.mean(axis=0), color=COLOUR, linewidth=2, label=f"LeanRL, {len(through)} seed{'s' * (len(through) > 1)}"
+    )
     if (bounds := interval(values)) is not None:
         axis.fill_between(x, *bounds, color=COLOUR, alpha=0.25, linewidth=0)
 
 
 def mark(axis, algorithm: str, env_id: str, key: str) -> None:
-    """CleanRL's figure at the end of its runs: by steps a point with its spread, by time, which it does not tell, a level."""
+    """CleanRL's figure: by steps, at a million, a point with its spread; after more, or by time, a level."""
     literature = results.read(PUBLISHED / "literature.jsonl", results.check_literature)
+    styles = itertools.cycle(["--", ":"])
     for line in literature:
         if (line["algorithm"], line["env_id"], line["source"]) == (algorithm, env_id, "CleanRL"):
-            label = f"CleanRL, {line['seeds']} seeds, {line['steps']} steps"
+            label = ", ".join(filter(None, [f"CleanRL, {line['steps']} steps", line["note"]]))
             if key == "step" and line["steps"] == "1M":
-                axis.errorbar(1.0, line["mean"], line["spread"], fmt="D", color=LITERATURE, capsize=4, label=label)
+                marker = "s" if line["note"] else "D"
+                axis.errorbar(1.0, line["mean"], line["spread"], fmt=marker, color=LITERATURE, capsize=4, label=label)
             else:
-                axis.axhline(line["mean"], color=LITERATURE, linestyle="--", linewidth=1.2, label=label)
+                axis.axhline(line["mean"], color=LITERATURE, linestyle=next(styles), linewidth=1.2, label=label)
 
 
 def finish(axis, title: str, key: str) -> None:
-    """Words of a panel."""
+    """Words of a panel, and room for its legend."""
     axis.set_title(title, fontsize=11)
-    axis.set_xlabel({"step": "million agent steps", "seconds": "hours, start-up included"}[key])
+    axis.set_xlabel({"step": "million agent steps", "seconds": "minutes, start-up included"}[key])
     axis.set_ylabel("return of training episodes")
-    axis.legend(frameon=False, fontsize=9)
+    axis.legend(frameon=False, fontsize=9, loc="lower right")
 
 
 def plot_returns_of(algorithm: str, lines: list[dict], curves: list[dict]):
@@ -180,51 +215,78 @@ def plot_overview(lines: list[dict], curves: list[dict]):
 
 
 def unfinished_runs(folder: Path, ended: set[str]) -> Iterator[tuple[dict, dict]]:
-    """The lines of results and curves of runs of a sweep that have not ended, as far as their logs go."""
-    identity = results.parse((folder / "sweep.json").read_bytes())["id"]
-    for starts in sorted((folder / "jobs").glob("*/*/runs/starts.txt")):
-        job = starts.parts[-4]
-        begun = [float(line) for line in starts.read_text().split()]
-        episodes = episode_curve(starts.parent, begun, groups=sys.maxsize)
+    """The lines of results and curves of runs of a sweep that have not ended, as far as their logs go.
+
+    Of the attempts at a run it is the last that counts. Runs that were started before they noted what they are made with are
+    left out.
+    """
+    sweep = json.loads((folder / "sweep.json").read_bytes())
+    last = {about.parts[-4]: about for about in sorted((folder / "jobs").glob("*/*/runs/about.json"), key=attempt)}
+    for job, about in last.items():
+        runs = about.parent
+        starts = [float(line) for line in (runs / "starts.txt").read_text().split()]
+        episodes = episode_curve(runs, starts, groups=sys.maxsize)
         if job in ended or not episodes["step"]:
             continue
-        algorithm, mode, rest = job.split("-", 2)
-        env_id, steps, seed = rest.rsplit("-", 2)
-        script = ROOT / "leanrl" / f"{algorithm}_torchcompile.py"
-        line = {"format": results.FORMAT, "sweep": identity, "job": job, "attempts": int(starts.parts[-3]), "status": "ok"}
-        line |= {"algorithm": algorithm, "mode": mode, "env_id": env_id, "seed": int(seed.removeprefix("seed"))}
-        line |= {"script": script.stem, "steps": int(steps), "total_timesteps": episodes["step"][-1], "sps": None}
-        line |= {"startup_seconds": None, "episodic_return": statistics.mean(episodes["episodic_return"][-LAST:])}
-        curve = {key: line[key] for key in ("format", "sweep", "job")} | episode_curve(starts.parent, begun)
-        yield line | provenance((sys.executable, str(script)), {}, None), curve | {"gpu_seconds": [], "gpu_utilization": []}
+        made_with = json.loads(about.read_bytes())
+        command = made_with.pop("command")
+        given = dict(part[2:].split("=", 1) for part in command if part.startswith("--") and "=" in part)
+        script = Path(command[1]).stem
+        algorithm = script.removesuffix("_torchcompile")
+        flags = tuple(part for part in command if part in ("--compile", "--cudagraphs"))
+        mode = next(name for name, how in MODES.items() if how == (script.removeprefix(algorithm), flags))
+        line = {"format": results.FORMAT, "sweep": sweep["id"], "job": job, "attempts": attempt(about), "status": "ok"}
+        line |= {"algorithm": algorithm, "mode": mode, "env_id": given["env-id"], "seed": int(given["seed"])}
+        line |= {"script": script, "steps": int(given["total-timesteps"]), "total_timesteps": episodes["step"][-1]}
+        line |= {"sps": None, "startup_seconds": None, "episodic_return": statistics.mean(episodes["episodic_return"][-LAST:])}
+        curve = {key: line[key] for key in ("format", "sweep", "job")} | episode_curve(runs, starts)
+        yield line | made_with, curve | {"gpu_seconds": [], "gpu_utilization": []}
 
 
-def take_over(folders: list[Path]) -> None:
-    """Put the runs of sweeps among the published ones. Raises ResultsError where a file is not what it should be."""
-    files = {PUBLISHED / "learning.jsonl": results.check_run, PUBLISHED / "learning.curves.jsonl": results.check_curve}
-    lines, curves = (results.read(path, check) if path.exists() else [] for path, check in files.items())
+def attempt(about: Path) -> int:
+    """Which attempt at a run this file is of."""
+    return int(about.parts[-3])
+
+
+def take_over(folders: list[Path], variant: str | None = None) -> None:
+    """Put the runs of sweeps among the published ones, unless those are further. Raises ResultsError where a file is wrong."""
+    name = "ablation" if variant else "learning"
+    files = {PUBLISHED / f"{name}.jsonl": results.check_run, PUBLISHED / f"{name}.curves.jsonl": results.check_curve}
+    old, curves = (results.read(path, check) if path.exists() else [] for path, check in files.items())
+    found = {(line["job"], line.get("variant")): line for line in old}
+    drawn = {(curve["sweep"], curve["job"]): curve for curve in curves}
     for folder in folders:
-        new = [line for line in results.read(folder / "results.jsonl") if line["status"] == "ok"]
-        new_curves = results.read(folder / "curves.jsonl", results.check_curve)
-        for line, curve in unfinished_runs(folder, {line["job"] for line in new}):
-            new.append(line)
-            new_curves.append(curve)
-        names = {line["job"] for line in new}
-        lines = [line for line in lines if line["job"] not in names] + new
-        curves = [curve for curve in curves if curve["job"] not in names] + [c for c in new_curves if c["job"] in names]
-    for path, content in zip(files, (lines, curves), strict=True):
-        results.replace(path, sorted(content, key=lambda line: natural(line["job"])))
+        lines = results.read(folder / "results.jsonl")
+        new = [(line, None) for line in lines if line["status"] == "ok"]
+        new += unfinished_runs(folder, {line["job"] for line in lines})
+        drawn |= {(c["sweep"], c["job"]): c for c in results.read(folder / "curves.jsonl", results.check_curve)}
+        for line, curve in new:
+            key = (line["job"], variant)
+            if key not in found or found[key]["total_timesteps"] <= line["total_timesteps"]:
+                found[key] = line | ({"variant": variant} if variant else {})
+                drawn |= {(line["sweep"], line["job"]): curve} if curve else {}
+    kept = sorted(found.values(), key=natural)
+    for path, content in zip(files, (kept, [drawn[line["sweep"], line["job"]] for line in kept]), strict=True):
+        results.replace(path, content)
 
 
-def natural(name: str) -> tuple[str, int]:
-    """A key that sorts seed10 behind seed9."""
-    run, seed = name.rsplit("-seed", 1)
-    return run, int(seed)
+def natural(line: dict) -> tuple[str, int, str]:
+    """A key that sorts seed 10 behind seed 9."""
+    run, seed = line["job"].rsplit("-seed", 1)
+    return run, int(seed), line["sweep"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folders", nargs="+", type=Path, help="folders of sweeps")
+    parser.add_argument("--variant", help="the runs are of a changed copy: take them over into ablation.jsonl, by this name")
+    args = parser.parse_args()
+    try:
+        take_over(args.folders, args.variant)
+    except (results.ResultsError, OSError, ValueError) as error:
+        print(f"learning.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
-    try:
-        take_over([Path(name) for name in sys.argv[1:]])
-    except (results.ResultsError, OSError) as error:
-        print(f"learning.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    main()

@@ -38,15 +38,17 @@ ALGORITHMS = {
 
 
 class Stopwatch(BaseCallback):
-    """Notes when the step `start` is reached, or passed, by several environments at once."""
+    """Starts with the first rollout from step `start` on; of SAC and TD3 a rollout is a step of the environments."""
 
     def __init__(self, start: int):
         super().__init__()
         self.start, self.started = start, None
 
-    def _on_step(self) -> bool:
+    def _on_rollout_start(self) -> None:
         if self.started is None and self.num_timesteps >= self.start:
             self.start, self.started = self.num_timesteps, time.perf_counter()
+
+    def _on_step(self) -> bool:
         return True
 
 
@@ -78,7 +80,7 @@ def main() -> None:
     library = importlib.import_module(PACKAGES[args.peer])
     env = make_env(args.script, args.env_id, args.seed, args.num_envs)
     model = getattr(library, algorithm)(policy, env, seed=args.seed, **options)
-    start = 2 * options["n_steps"] * env.num_envs + 1 if algorithm == "PPO" else args.settle
+    start = 2 * options["n_steps"] * env.num_envs if algorithm == "PPO" else args.settle
     stopwatch = Stopwatch(args.learning_starts + start)
     model.learn(args.total_timesteps, callback=stopwatch)
     elapsed = time.perf_counter() - stopwatch.started if stopwatch.started else None

@@ -4,14 +4,15 @@ import statistics
 import textwrap
 
 import numpy as np
-from tables import AXES, MODES, UNITS, busy_per_million, by, cost_of_one, in_order, machine_of
+from tables import AXES, MODES, UNITS, binding, busy_per_million, by, in_order, machine_of, unit_cost
 
 # The colours of Okabe and Ito, which colour-blind readers can tell apart.
-SCRIPT_COLOURS = {
-    "sac_continuous_action": "#0072B2",
-    "td3_continuous_action": "#D55E00",
-    "ppo_continuous_action": "#009E73",
-    "ppo_atari_envpool": "#000000",
+# Told apart by their marker, too, where there is no colour.
+SCRIPT_STYLES = {
+    "sac_continuous_action": ("#0072B2", "o"),
+    "td3_continuous_action": ("#D55E00", "s"),
+    "ppo_continuous_action": ("#009E73", "^"),
+    "ppo_atari_envpool": ("#000000", "D"),
 }
 COLOURS = dict(zip(MODES, ("#999999", "#555555", "#E69F00", "#56B4E9", "#0072B2", "#009E73", "#D55E00"), strict=True))
 
@@ -105,21 +106,27 @@ def plot_returns(lines: list[dict], curves: list[dict], key: str):
 
 
 def plot_scaling(lines: list[dict]):
-    """What one costs against sizes, both by powers: a panel an axis, a colour a script, SBX dashed."""
-    figure, axes = panels(len(AXES), "What one costs, by size", columns=3)
-    for axis, (name, title) in zip(axes, AXES.items(), strict=True):
-        drawn = by([line for line in lines if line["axis"] == name], "script", "mode")
-        for (script, mode), group in drawn.items():
+    """Cost against sizes, both by powers: a panel an axis, a marker a script; filled where another resource binds."""
+    figure, axes = panels(len(AXES) + 1, "What an agent step, a row of a batch and a gradient step cost, by size")
+    for axis, (name, title) in zip(axes, AXES.items(), strict=False):
+        for (script, mode), group in by([line for line in lines if line["axis"] == name], "script", "mode").items():
             group = sorted(group, key=lambda line: line["value"])
-            colour = SCRIPT_COLOURS[script]
-            style = {"linestyle": "-", "marker": "o", "label": script} if mode == "compile" else {"linestyle": "--"}
-            axis.plot([line["value"] for line in group], [cost_of_one(line) for line in group], color=colour, **style)
-        axis.set(xscale="log", yscale="log", xlabel=title, ylabel=f"microseconds of {UNITS[name]}")
-        axis.set_xticks(sorted({line["value"] for line in lines if line["axis"] == name and line["value"] not in (8, 512)}))
+            colour, marker = SCRIPT_STYLES[script]
+            points = ([line["value"] for line in group], [unit_cost(line) for line in group])
+            if mode == "sbx":
+                axis.plot(*points, color=colour, linestyle="--", linewidth=1, label=f"{script}: SBX")
+                continue
+            axis.plot(*points, color=colour, marker=marker, markersize=7, markerfacecolor="white", label=script)
+            if bound := binding(group):
+                axis.plot(bound["value"], unit_cost(bound), color=colour, marker=marker, markersize=9)
+        axis.set(xscale="log", yscale="log", xlabel=title, ylabel=f"us a {UNITS[name]}")
+        axis.set_xticks([4**power for power in (range(5) if name == "num_envs" else range(3, 7))])
         axis.xaxis.set_major_formatter("{x:.0f}")
         axis.minorticks_off()
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    figure.supxlabel(f"dashed: SBX; {below(lines)}", fontsize=8, color="#555555")
+    axes[len(AXES)].set_visible(True)
+    axes[len(AXES)].axis("off")
+    axes[len(AXES)].legend(*axes[0].get_legend_handles_labels(), loc="center", frameon=False)
+    figure.supxlabel(below(lines), fontsize=8, color="#555555")
     return figure
 
 

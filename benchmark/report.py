@@ -27,6 +27,7 @@ TABLES = {
     "learning": (tables.learning_table, results.check_run),
     "returns": (learning.returns_table, results.check_run),
     "headline": (partial(learning.returns_table, short=True), results.check_run),
+    "ablation": (learning.ablation_table, results.check_run),
     "literature": (learning.literature_table, results.check_literature),
     "curve": (tables.curve_table, results.check_curve),
     "cuda_code": (tables.cuda_code_table, results.check_code),
@@ -104,10 +105,9 @@ def report_folder(folder: Path) -> None:
 def published_plot(name: str, kind: str):
     """The figure of NAME.jsonl and NAME.curves.jsonl in benchmark/results/. Raises ResultsError where there is none."""
     path, curves = PUBLISHED / f"{name}.jsonl", PUBLISHED / f"{name}.curves.jsonl"
-    if kind == "scaling":
-        return plots.plot_scaling(results.read(path, results.check_scaling))
-    lines, plot = results.read(path), (LEARNING_PLOTS | PLOTS).get(kind)
-    if kind in PLOTS and len(machines(lines)) != 1:
+    lines = results.read(path, results.check_scaling if kind == "scaling" else results.check_run)
+    plot = (LEARNING_PLOTS | PLOTS | {"scaling": lambda lines, _: plots.plot_scaling(lines)}).get(kind)
+    if kind not in LEARNING_PLOTS and len(machines(lines)) != 1:
         raise results.ResultsError(f"{path}: a plot needs the runs of one machine, not of {len(machines(lines))}")
     figure = plot(lines, results.read(curves, results.check_curve) if curves.exists() else []) if plot else None
     if figure is None:

@@ -175,10 +175,11 @@ class Bound(TypedDict):
     git_commit: str | None
 
 
-class Point(TypedDict):
+class Size(TypedDict):
     """A line of benchmark/scaling.py: a run with one size changed."""
 
     format: int
+    status: Literal["ok"]
     script: str
     mode: Literal["compile", "sbx"]
     axis: Literal["num_envs", "batch_size", "width"]
@@ -191,7 +192,7 @@ class Point(TypedDict):
     git_commit: str | None
 
 
-class Published(TypedDict):
+class Reached(TypedDict):
     """A line of benchmark/results/literature.jsonl: what others have reached."""
 
     format: int
@@ -203,7 +204,7 @@ class Published(TypedDict):
     mean: float
     spread: float
     spread_of: str
-    seeds: int
+    seeds: int | None  # None where the source does not say
     steps: str
     returns: Literal["training", "evaluation"]
     version: str  # of the environments
@@ -295,14 +296,14 @@ def check_scaling(line: object) -> None:
     """Raise ValueError, with one line that says why, unless this is a line of benchmark/scaling.py."""
     check_format(line)
     check_finite(line)
-    check_keys(line, Point)
+    check_keys(line, Size)
 
 
 def check_literature(line: object) -> None:
     """Raise ValueError, with one line that says why, unless this is a figure of the literature."""
     check_format(line)
     check_finite(line)
-    check_keys(line, Published)
+    check_keys(line, Reached)
 
 
 def check_figure(line: object) -> None:

@@ -2,11 +2,14 @@
 
     python benchmark/scaling.py [--scripts NAME ...] [--axes AXIS ...] [--peers PYTHON] [--output FILE]
 
-Times each twin with --compile along one axis at a time, with the gradient steps per agent step of its defaults, and, where
-there is an interpreter with requirements/peers.txt, SBX beside it. Nothing else may run meanwhile; it takes half an hour on
-two cores. A width other than the script's is that of a copy of it, changed in the section "Networks" (of Atari the layer
-behind the convolutions). FILE gets a line a point, in place of an earlier one of the same point; docs/benchmark.md shows
+Times each twin with --compile along one axis at a time, one run a point, and, where there is an interpreter with
+requirements/peers.txt, SBX beside it. An agent step has as many gradient steps as by default, but for PPO's batches, where a
+rollout is learnt from as often. Nothing else may run meanwhile; it takes half an hour on two cores. A width other than the
+script's is that of a copy of it, changed in the section "Networks" (of Atari the layer behind the convolutions). FILE gets a
+line a point, and started again at the same commit, only those that it lacks are timed. docs/benchmark.md shows
 benchmark/results/scaling.jsonl.
+
+Exit status: 0 all points are timed, 1 some runs failed, 2 a bad argument.
 """
 
 import os
@@ -17,17 +20,16 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import results
+import tables
 import tyro
-from job import provenance, summary_of
-from tables import scaling_table
+from job import git, provenance, summary_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / "benchmark" / "peers.py"
-NUM_ENVS = (1, 4, 16, 64, 256)
-SIZES = (64, 256, 1024)
-AXES = {"num_envs": NUM_ENVS, "batch_size": (*SIZES, 4096), "width": SIZES}
+VALUES = {"num_envs": (1, 4, 16, 64, 256), "batch_size": (64, 256, 1024, 4096), "width": (64, 256, 1024)}
 # Environments, batch and width of the defaults.
 DEFAULTS = {
     "sac_continuous_action": {"num_envs": 1, "batch_size": 256, "width": 256},
@@ -35,15 +37,15 @@ DEFAULTS = {
     "ppo_continuous_action": {"num_envs": 1, "batch_size": 64, "width": 64},
     "ppo_atari_envpool": {"num_envs": 8, "batch_size": 256, "width": 512},
 }
-STARTS = 500  # agent steps of SAC and TD3 before they learn
-ROLLOUTS = 3
+STARTS = 512  # agent steps of SAC and TD3 before they learn: whole steps of any number of environments
+LONG = {"ppo_continuous_action": 50_000, "ppo_atari_envpool": 4_000}  # agent steps, seconds of a run; at least two rollouts
 
 
 @dataclass
 class Args:
     scripts: tuple[str, ...] = tuple(DEFAULTS)
     """eager scripts; their twins are timed"""
-    axes: tuple[str, ...] = tuple(AXES)
+    axes: tuple[str, ...] = tuple(VALUES)
     """num_envs, batch_size, width"""
     peers: Path | None = None
     """the interpreter of an environment with requirements/peers.txt, for SBX"""
@@ -52,7 +54,7 @@ class Args:
 
 
 @dataclass(frozen=True)
-class Point:
+class Measurement:
     """One run: what it is of, and where on an axis."""
 
     script: str
@@ -76,10 +78,10 @@ class Point:
         envs, batch, width = self.sizes.values()
         if not self.script.startswith("ppo"):
             cost = max(1, batch / 256) * max(1, width / 256) ** 1.5
-            steps = STARTS + max(120, int(1500 / cost))
+            steps = STARTS + max(128, int(1536 / cost))
             return {"num-envs": envs, "batch-size": batch, "learning-starts": STARTS, "total-timesteps": steps}
         rollout = envs * self.num_steps
-        steps = {"num-steps": self.num_steps, "total-timesteps": ROLLOUTS * rollout}
+        steps = {"num-steps": self.num_steps, "total-timesteps": max(2, LONG[self.script] // rollout) * rollout}
         return {"num-envs": envs, "num-minibatches": rollout // batch, **steps}
 
     @property
@@ -93,10 +95,10 @@ class Point:
         """The command that runs it; a copy of the script is made in `folder`."""
         if self.mode == "sbx":
             envs, batch, width = self.sizes.values()
-            settle = envs * self.num_steps if self.script.startswith("ppo") else max(20, 2 * envs)
+            learns = not self.script.startswith("ppo")
             given = {key: value for key, value in self.arguments.items() if key != "num-minibatches"}
-            given |= {"batch-size": batch, "width": width, "settle": settle}
-            given["total-timesteps"] += settle  # in which JAX compiles
+            given |= {"batch-size": batch, "width": width} | ({"settle": max(32, 2 * envs)} if learns else {})
+            given["total-timesteps"] += given["settle"] if learns else 2 * envs * self.num_steps  # in which JAX compiles
             options = [f"--{key}={value}" for key, value in given.items()]
             return (str(peers.absolute()), str(PEERS), "sbx", self.script, "--env-id=HalfCheetah-v4", "--seed=1", *options)
         path = ROOT / "leanrl" / f"{self.script}_torchcompile.py"
@@ -114,17 +116,17 @@ def widened(script: str, width: int) -> str:
     return text.replace(networks, re.sub(rf"\b{DEFAULTS[script]['width']}\b", str(width), networks))
 
 
-def points(args: Args) -> Iterator[Point]:
+def points(args: Args) -> Iterator[Measurement]:
     """All that is to be timed, ours and SBX's in turn; the default of a script is on each of its axes."""
     for script in args.scripts:
         for axis in args.axes:
-            for value in sorted({*AXES[axis], DEFAULTS[script][axis]}):
-                yield Point(script, "compile", axis, value)
+            for value in sorted({*VALUES[axis], DEFAULTS[script][axis]}):
+                yield Measurement(script, "compile", axis, value)
                 if args.peers and "atari" not in script:  # SBX has no policy for images
-                    yield Point(script, "sbx", axis, value)
+                    yield Measurement(script, "sbx", axis, value)
 
 
-def measure(point: Point, peers: Path | None) -> dict:
+def measure(point: Measurement, peers: Path | None) -> dict:
     """The line of a point. Raises RuntimeError where the run does not end well."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -135,29 +137,70 @@ def measure(point: Point, peers: Path | None) -> dict:
         summary = summary_of(folder / "out.txt")
         if status or not summary or not summary.get("sps"):
             raise RuntimeError(f"{' '.join(command)}\n{(folder / 'log.txt').read_text()[-2000:]}")
-    line = {"format": results.FORMAT, "script": point.script, "mode": point.mode, "axis": point.axis, "value": point.value}
+    line = {
+        "format": results.FORMAT,
+        "status": "ok",
+        "script": point.script,
+        "mode": point.mode,
+        "axis": point.axis,
+        "value": point.value,
+    }
     line |= {"sps": summary["sps"], "updates_per_second": summary["sps"] * point.updates_per_step}
     line |= {"peak_memory_mb": round(usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10), 1)}
     original = PEERS if point.mode == "sbx" else ROOT / "leanrl" / f"{point.script}_torchcompile.py"
     return line | provenance((command[0], str(original)), dict(os.environ), None)
 
 
-def main() -> None:
+def refuse(message: str) -> NoReturn:
+    """Tell a bad argument in one line on standard error and leave with exit status 2."""
+    print(f"scaling.py: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def main() -> int:
     args = tyro.cli(Args)
-    for name, known in (("scripts", DEFAULTS), ("axes", AXES)):
+    for name, known in (("scripts", DEFAULTS), ("axes", VALUES)):
         if unknown := [value for value in getattr(args, name) if value not in known]:
-            print(f"scaling.py: error: --{name} takes {', '.join(known)}; got {' '.join(unknown)}", file=sys.stderr)
-            sys.exit(2)
-    lines = results.read(args.output, results.check_scaling) if args.output and args.output.exists() else []
-    for point in points(args):
-        line = measure(point, args.peers)
-        same = {key: line[key] for key in ("script", "mode", "axis", "value")}
-        lines = [*(old for old in lines if not old.items() >= same.items()), line]
+            refuse(f"--{name} takes {', '.join(known)}; got {' '.join(unknown)}")
+    if args.peers and not os.access(args.peers, os.X_OK):
+        refuse(f"--peers takes a Python interpreter, got {args.peers}")
+    try:
+        lines = results.read(args.output, results.check_scaling) if args.output and args.output.exists() else []
+    except results.ResultsError as error:
+        refuse(f"--output: {error}")
+    commit, failed = git(ROOT, "rev-parse", "--verify", "HEAD") or None, False
+    wanted = list(points(args))
+    timed = {name_of(line): line for line in lines if line["git_commit"] == commit}
+    by_command: dict[tuple, dict] = {}  # the default sizes are on every axis, and timed once
+    for point in wanted:
+        key = (point.script, point.mode, tuple(point.arguments.items()), tuple(point.sizes.values()))
+        line = timed.get((point.script, point.mode, point.axis, point.value)) or by_command.get(key)
+        if line is None:
+            try:
+                line = measure(point, args.peers)
+            except RuntimeError as error:
+                print(error, file=sys.stderr)
+                failed = True
+                continue
+        by_command[key] = line | {"axis": point.axis, "value": point.value}
+        timed[name_of(by_command[key])] = by_command[key]
         print(f"{point.script} {point.mode} {point.axis} {point.value}: {line['sps']:.0f} steps/s", flush=True)
         if args.output:
-            results.replace(args.output, lines)
-    print(scaling_table(lines))
+            others = [old for old in lines if name_of(old) not in timed]
+            results.replace(args.output, sorted([*others, *timed.values()], key=place))
+    print(tables.scaling_table(list(timed.values())))
+    return int(failed)
+
+
+def name_of(line: dict) -> tuple[str, str, str, int]:
+    """What tells a line from others."""
+    return line["script"], line["mode"], line["axis"], line["value"]
+
+
+def place(line: dict) -> tuple:
+    """Where a line stands among others."""
+    return list(DEFAULTS).index(line["script"]), list(VALUES).index(line["axis"]), line["value"], line["mode"]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -197,29 +197,32 @@ def roofline_table(lines: list[dict]) -> str:
     return f"{markdown(header, rows)}\n\n{machine(lines)}"
 
 
-def cost_of_one(line: dict) -> float:
-    """Microseconds that an agent step takes, or a row of a batch in a gradient step, or a gradient step, as its axis asks."""
+# What the axes of benchmark/scaling.py are called, and what costs along them.
+AXES = {"num_envs": "environments", "batch_size": "batch", "width": "width"}
+UNITS = {"num_envs": "agent step", "batch_size": "row of a batch", "width": "gradient step"}
+
+
+def unit_cost(line: dict) -> float:
+    """Microseconds of a run for each agent step, row of a batch in a gradient step, or gradient step, as its axis asks."""
     if line["axis"] == "num_envs":
         return 1e6 / line["sps"]
     return 1e6 / line["updates_per_second"] / (line["value"] if line["axis"] == "batch_size" else 1)
 
 
 def binding(lines: list[dict]) -> dict | None:
-    """Of the lines along one axis, the first from which on the cost of one falls no further than by a fifth, if there is one.
+    """Of the lines along one axis, in order, the first from which on another resource binds, if there is one.
 
-    Of widths, whose cost grows with the square: the first at which a gradient step takes twice the time of the smallest.
+    Of environments and batches: from which on more of them save less than a quarter of what one costs. Of widths, whose
+    products grow with the square: at which a gradient step takes twice what it takes at the smallest.
     """
-    lines = sorted(lines, key=lambda line: line["value"])
-    costs = [cost_of_one(line) for line in lines]
+    costs = [unit_cost(line) for line in lines]
     if lines[0]["axis"] == "width":
         return next((line for line, cost in zip(lines, costs, strict=True) if cost >= 2 * costs[0]), None)
-    return next(line for index, line in enumerate(lines) if costs[index] <= 1.25 * min(costs[index:]))
+    rest = range(len(lines) - 1)  # of the largest nothing is known
+    return next((lines[index] for index in rest if costs[index] <= 4 / 3 * min(costs[index:])), None)
 
 
-AXES = {"num_envs": "environments", "batch_size": "batch", "width": "width"}
-UNITS = {"num_envs": "an agent step", "batch_size": "a row of a gradient step", "width": "a gradient step"}
-
-
+@by_machine
 def scaling_table(lines: list[dict]) -> str:
     """Speed and memory of each script against its sizes, SBX beside it; bold from where another resource binds."""
     rows = []
@@ -230,8 +233,7 @@ def scaling_table(lines: list[dict]) -> str:
         for line in ours:
             other = theirs.get(line["value"])
             value = f"**{line['value']}**" if line is bound else str(line["value"])
-            figures = [f"{line['sps']:.0f}", f"{line['updates_per_second']:.0f}", f"{cost_of_one(line):.1f}"]
+            figures = [f"{line['sps']:.0f}", f"{line['updates_per_second']:.0f}", f"{unit_cost(line):.1f} a {UNITS[axis]}"]
             beside = [f"{other['sps']:.0f}", f"{line['sps'] / other['sps']:.2f}"] if other else ["", ""]
             rows.append([f"{script}, {AXES[axis]} {value}", *figures, f"{line['peak_memory_mb']:.0f}", *beside])
-    header = ["", "steps/s", "gradient steps/s", "us of one", "memory, MB", "SBX, steps/s", "x SBX"]
-    return f"{markdown(header, rows)}\n\n{machine(lines)}"
+    return markdown(["", "steps/s", "gradient steps/s", "us", "memory, MB", "SBX, steps/s", "x SBX"], rows)

@@ -2,16 +2,18 @@
 
 import ast
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, TWINS
+from conftest import ROOT, TWINS, run
 from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import learning
+import plots
 import results
 import scaling
 import tables
@@ -45,7 +47,7 @@ def test_returns_stand_beside_the_literature():
     first, second = table.split("\n")[2:4]
     assert first.startswith(f"| {TD3}, HalfCheetah-v4 | 1.00M | 2 | 9500 [9000, 10000] | 9000, 10000 | 9583 ± 126 |")
     assert "9637 ± 859, best of a run" in first
-    assert second.startswith(f"| {TD3}, Hopper-v4 | 0.30M | 1 | 500 | 500 | 3135 ± 360 |")
+    assert second.startswith(f"| {TD3}, Hopper-v4 | 0.30M of 1.00M | 1 | 500 | 500 | 3135 ± 360 |")
     assert table.endswith("\n\nA CPU; torch 2")
     behind = learning.returns_table([*runs[:2], line(3, 1.0, steps=900_000)])
     assert behind.split("\n")[2] == first
@@ -66,23 +68,32 @@ def curve(job: str, last: int) -> dict:
     return {"format": 1, "sweep": "2026-01-01-0", "job": job, **points}
 
 
+def log(runs: Path, seed: int, episodes: int) -> None:
+    """What a run leaves that has logged so many episodes, each a thousand steps and a second long, and has not ended."""
+    runs.mkdir(parents=True)
+    (runs / "starts.txt").write_text("0\n")
+    script = f"/somewhere/leanrl/{TD3}_torchcompile.py"
+    command = ["python", script, "--compile", "--env-id=HalfCheetah-v4", f"--seed={seed}", "--total-timesteps=1000000"]
+    about = {"versions": {"torch": "1"}, "hardware": {"cpu": "Another", "cores": 8, "gpu": "A GPU"}, "git_commit": "abc"}
+    (runs / "about.json").write_text(json.dumps({"command": command, **about}))
+    writer = SummaryWriter(str(runs / "a_run"))
+    for episode in range(episodes):
+        writer.add_scalar("charts/episodic_return", episode, (episode + 1) * 1000, walltime=episode + 1)
+    writer.close()
+
+
 @pytest.fixture
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a sweep of which seed 10 has ended, and seed 9 has logged 200 episodes; where its runs go is beside it."""
+    """A sweep of which seed 10 has ended, seed 8 has failed, and seed 9 died early once, and has then logged 200 episodes."""
     published, folder = tmp_path / "published", tmp_path / "sweep"
     published.mkdir()
     monkeypatch.setattr(learning, "PUBLISHED", published)
     ended = line(10, 9000.0)
-    runs = folder / "jobs" / line(9, None)["job"] / "2" / "runs"
-    runs.mkdir(parents=True)
+    for seed, number, episodes in ((8, 1, 300), (9, 9, 20), (9, 10, 200)):
+        log(folder / "jobs" / line(seed, None)["job"] / str(number) / "runs", seed, episodes)
     (folder / "sweep.json").write_text(json.dumps({"id": "2026-01-01-0"}))
     results.replace(folder / "results.jsonl", [ended, line(8, 1.0) | {"status": "failed", "reason": "", "log": ""}])
     results.replace(folder / "curves.jsonl", [curve(ended["job"], 1_000_000)])
-    (runs / "starts.txt").write_text("0\n")
-    writer = SummaryWriter(str(runs / "a_run"))
-    for episode in range(200):
-        writer.add_scalar("charts/episodic_return", episode, (episode + 1) * 1000, walltime=episode + 1)
-    writer.close()
     return folder
 
 
@@ -91,26 +102,47 @@ def test_runs_are_taken_over_as_far_as_they_are(sweep):
     lines = results.read(learning.PUBLISHED / "learning.jsonl")
     assert [run["seed"] for run in lines] == [9, 10]  # not the one that failed
     assert (lines[0]["total_timesteps"], lines[0]["episodic_return"], lines[0]["sps"]) == (200_000, 149.5, None)
+    assert (lines[0]["mode"], lines[0]["git_commit"], lines[0]["hardware"]["gpu"]) == ("compile", "abc", "A GPU")
     drawn = results.read(learning.PUBLISHED / "learning.curves.jsonl", results.check_curve)
     assert [found["job"] for found in drawn] == [run["job"] for run in lines]
     assert (drawn[0]["step"][-1], drawn[0]["seconds"][-1], len(drawn[0]["step"])) == (200_000, 200.0, 100)
-    # Later it has ended, and takes the place of what it was.
+    # Later it has ended, and takes the place of what it was, for good.
+    before = (sweep / "results.jsonl").read_bytes()
     results.append(sweep / "results.jsonl", line(9, 700.0))
     results.append(sweep / "curves.jsonl", curve(lines[0]["job"], 1_000_000))
+    learning.take_over([sweep])
+    (sweep / "results.jsonl").write_bytes(before)
     learning.take_over([sweep])
     assert [run["episodic_return"] for run in results.read(learning.PUBLISHED / "learning.jsonl")] == [700, 9000]
     assert results.read(learning.PUBLISHED / "learning.curves.jsonl", results.check_curve)[0]["step"] == [1, 1_000_000]
 
 
+def test_variants_have_a_table_of_their_own(sweep):
+    for variant in ("truncation", "both"):
+        learning.take_over([sweep], variant)
+    assert not (learning.PUBLISHED / "learning.jsonl").exists()
+    table = learning.ablation_table(results.read(learning.PUBLISHED / "ablation.jsonl")).split("\n")
+    assert [row.split(" | ")[0] for row in table[2:4]] == ["| HalfCheetah-v4: truncation", "| HalfCheetah-v4: both"]
+
+
 def test_plots_have_a_row_an_environment(sweep):
     runs = [line(1, 9000.0), line(2, 9500.0), line(1, 500.0, env_id="Hopper-v4"), line(2, 1.0, env_id="Walker2d-v4")]
     curves = [curve(run["job"], 1_000_000) for run in runs[:3]]
-    results.replace(learning.PUBLISHED / "literature.jsonl", [])
+    literature = (ROOT / "benchmark" / "results" / "literature.jsonl").read_bytes()
+    (learning.PUBLISHED / "literature.jsonl").write_bytes(literature)
     figure = learning.plot_returns_of(TD3, runs, curves)
     assert [axis.get_title() for axis in figure.axes] == 2 * ["HalfCheetah-v4"] + 2 * ["Hopper-v4"]
-    assert len(figure.axes[0].lines) == 3  # two seeds and their mean
+    shown = [[text.get_text() for text in axis.get_legend().get_texts()] for axis in figure.axes]
+    assert shown == 2 * [["LeanRL, 2 seeds", "CleanRL, 1M steps"]] + 2 * [["LeanRL, 1 seed", "CleanRL, 1M steps"]]
+    levels = [axis.lines[-1].get_ydata()[0] for axis in figure.axes[1::2]]
+    assert levels == [9583, 3135]
     assert [axis.get_title() for axis in learning.plot_overview(runs, curves).axes] == [f"{TD3}, HalfCheetah-v4"]
     assert learning.plot_returns_of("sac_continuous_action", runs, curves) is None
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "ablation").glob("*.diff")), ids=lambda path: path.stem)
+def test_ablations_fit_the_script(path):
+    subprocess.run(["git", "apply", "--check", str(path)], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -127,15 +159,25 @@ def test_a_widened_copy_differs_in_its_networks_only(name):
 @pytest.mark.parametrize("script", scaling.DEFAULTS)
 def test_sizes_leave_the_gradient_steps_per_agent_step_as_they_are(script):
     for point in scaling.points(scaling.Args(scripts=(script,))):
-        given = point.arguments
+        given, envs = point.arguments, point.sizes["num_envs"]
         if script.startswith("ppo"):
-            rollout = point.sizes["num_envs"] * given["num-steps"]
+            rollout = envs * given["num-steps"]
             assert rollout == given["num-minibatches"] * point.sizes["batch_size"]
-            assert given["total-timesteps"] == scaling.ROLLOUTS * rollout
-            epochs = 4 if "atari" in script else 10
-            assert point.updates_per_step == pytest.approx(epochs * given["num-minibatches"] / rollout)
+            assert given["total-timesteps"] % rollout == 0
+            assert point.axis == "batch_size" or point.updates_per_step == (4 / 256 if "atari" in script else 10 / 64)
         else:
-            assert given["total-timesteps"] - given["learning-starts"] >= 120
+            # Then the first step that is timed owes as many gradient steps as agent steps, as all do.
+            assert given["learning-starts"] % envs == 0
+            assert given["total-timesteps"] - given["learning-starts"] >= 128
+
+
+@pytest.mark.parametrize("envs", [1, 64])
+def test_updates_are_counted_as_they_are(envs, tmp_path):
+    point = scaling.Measurement("td3_continuous_action", "compile", "num_envs", envs)
+    arguments = [f"--{key}={value}" for key, value in (point.arguments | {"batch-size": 8, "total-timesteps": 640}).items()]
+    done = run("td3_continuous_action", *arguments, "--env-id", "InvertedPendulum-v4", directory=tmp_path)
+    # From the first step that learns on; the clock starts a step of the environments after learning-starts.
+    assert done["updates"] == 640 - scaling.STARTS - envs
 
 
 def test_the_scaling_table_shows_from_where_another_resource_binds():
@@ -151,7 +193,11 @@ def test_the_scaling_table_shows_from_where_another_resource_binds():
     widths = [point("width", value, updates) for value, updates in ((64, 300), (256, 200), (1024, 20))]
     table = tables.scaling_table([*batches, point("batch_size", 256, 95, mode="sbx"), *widths])
     # A row costs 78, 21, 9.8 and 9.4 us: from 1024 on a batch costs what its rows cost.
-    assert f"| {TD3}, batch **1024** | 100 | 100 | 9.8 | 500 |  |  |" in table
-    assert f"| {TD3}, batch 256 | 190 | 190 | 20.6 | 500 | 95 | 2.00 |" in table
-    assert f"| {TD3}, width **1024** | 20 | 20 | 50000.0 | 500 |  |  |" in table
+    assert f"| {TD3}, batch **1024** | 100 | 100 | 9.8 a row of a batch | 500 |  |  |" in table
+    assert f"| {TD3}, batch 256 | 190 | 190 | 20.6 a row of a batch | 500 | 95 | 2.00 |" in table
+    assert f"| {TD3}, width **1024** | 20 | 20 | 50000.0 a gradient step | 500 |  |  |" in table
     assert table.count("**") == 4
+    envs = [point("num_envs", value, 1000 * value) for value in (1, 4, 16)]  # twice as many cost nothing more
+    assert "**" not in tables.scaling_table(envs)
+    figure = plots.plot_scaling([*batches, *widths, *envs])
+    assert [axis.get_xlabel() for axis in figure.axes[:3]] == ["environments", "batch", "width"]
