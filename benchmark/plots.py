@@ -119,8 +119,9 @@ def plot_scaling(lines: list[dict]):
             axis.plot(*points, color=colour, marker=marker, markersize=7, markerfacecolor="white", label=script)
             if bound := binding(group):
                 axis.plot(bound["value"], unit_cost(bound), color=colour, marker=marker, markersize=9)
-        axis.set(xscale="log", yscale="log", xlabel=title, ylabel=f"us a {UNITS[name]}")
-        axis.set_xticks([4**power for power in (range(5) if name == "num_envs" else range(3, 7))])
+        axis.set(xscale="log", yscale="log", xlabel=title, ylabel=f"microseconds per {UNITS[name]}")
+        values = [line["value"] for line in lines if line["axis"] == name]
+        axis.set_xticks([4**power for power in range(7) if min(values) <= 4**power <= max(values)])
         axis.xaxis.set_major_formatter("{x:.0f}")
         axis.minorticks_off()
     axes[len(AXES)].set_visible(True)

@@ -233,7 +233,7 @@ def scaling_table(lines: list[dict]) -> str:
         for line in ours:
             other = theirs.get(line["value"])
             value = f"**{line['value']}**" if line is bound else str(line["value"])
-            figures = [f"{line['sps']:.0f}", f"{line['updates_per_second']:.0f}", f"{unit_cost(line):.1f} a {UNITS[axis]}"]
+            figures = [f"{line['sps']:.0f}", f"{line['updates_per_second']:.1f}", f"{unit_cost(line):.0f} per {UNITS[axis]}"]
             beside = [f"{other['sps']:.0f}", f"{line['sps'] / other['sps']:.2f}"] if other else ["", ""]
             rows.append([f"{script}, {AXES[axis]} {value}", *figures, f"{line['peak_memory_mb']:.0f}", *beside])
-    return markdown(["", "steps/s", "gradient steps/s", "us", "memory, MB", "SBX, steps/s", "x SBX"], rows)
+    return markdown(["", "steps/s", "gradient steps/s", "microseconds", "memory, MB", "SBX, steps/s", "x SBX"], rows)

@@ -193,9 +193,9 @@ def test_the_scaling_table_shows_from_where_another_resource_binds():
     widths = [point("width", value, updates) for value, updates in ((64, 300), (256, 200), (1024, 20))]
     table = tables.scaling_table([*batches, point("batch_size", 256, 95, mode="sbx"), *widths])
     # A row costs 78, 21, 9.8 and 9.4 us: from 1024 on a batch costs what its rows cost.
-    assert f"| {TD3}, batch **1024** | 100 | 100 | 9.8 a row of a batch | 500 |  |  |" in table
-    assert f"| {TD3}, batch 256 | 190 | 190 | 20.6 a row of a batch | 500 | 95 | 2.00 |" in table
-    assert f"| {TD3}, width **1024** | 20 | 20 | 50000.0 a gradient step | 500 |  |  |" in table
+    assert f"| {TD3}, batch **1024** | 100 | 100.0 | 10 per row of a batch | 500 |  |  |" in table
+    assert f"| {TD3}, batch 256 | 190 | 190.0 | 21 per row of a batch | 500 | 95 | 2.00 |" in table
+    assert f"| {TD3}, width **1024** | 20 | 20.0 | 50000 per gradient step | 500 |  |  |" in table
     assert table.count("**") == 4
     envs = [point("num_envs", value, 1000 * value) for value in (1, 4, 16)]  # twice as many cost nothing more
     assert "**" not in tables.scaling_table(envs)
