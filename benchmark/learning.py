@@ -4,7 +4,7 @@
     python benchmark/learning.py --variant NAME sweeps/NAME ...   and into ablation.jsonl, as those of a variant
 
 Runs that have not ended are taken as far as they are, from their logs; started again, their sweep goes on with them. A line
-replaces an earlier one of the same script, environment and seed, and variant. ./run.sh report makes docs/learning.md of it.
+replaces an earlier one of the same run that was not further. ./run.sh report makes docs/learning.md of it.
 """
 
 import argparse
