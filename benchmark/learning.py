@@ -154,11 +154,8 @@ def draw(axis, curves: list[dict], key: str) -> None:
     values = np.stack([np.interp(grid, curve["step"], curve["episodic_return"]) for curve in through])
     seconds = np.stack([np.interp(grid, curve["step"], curve["seconds"]) for curve in through])
     x = (grid if key == "step" else seconds.mean(axis=0)) / scale
-    axis.plot(
-        x, values.mean(axis=0), color=COLOUR, linewidth=2, label=f"LeanRL, {len(through)} seed{'s' * (len(through) > 1)}"
-    )
-    if (bounds := interval(values)) is not None:
-        axis.fill_between(x, *bounds, color=COLOUR, alpha=0.25, linewidth=0)
+    axis.plot(x, values.mean(axis=0), color=COLOUR, linewidth=2, label=f"LeanRL, {len(through)} seeds")
+    axis.fill_between(x, *interval(values), color=COLOUR, alpha=0.25, linewidth=0)
 
 
 def mark(axis, algorithm: str, env_id: str, key: str) -> None:

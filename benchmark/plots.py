@@ -6,8 +6,7 @@ import textwrap
 import numpy as np
 from tables import AXES, MODES, UNITS, binding, busy_per_million, by, in_order, machine_of, unit_cost
 
-# The colours of Okabe and Ito, which colour-blind readers can tell apart.
-# Told apart by their marker, too, where there is no colour.
+# The colours here are those of Okabe and Ito, which colour-blind readers can tell apart; markers do where there is no colour.
 SCRIPT_STYLES = {
     "sac_continuous_action": ("#0072B2", "o"),
     "td3_continuous_action": ("#D55E00", "s"),
@@ -17,14 +16,14 @@ SCRIPT_STYLES = {
 COLOURS = dict(zip(MODES, ("#999999", "#555555", "#E69F00", "#56B4E9", "#0072B2", "#009E73", "#D55E00"), strict=True))
 
 
-def panels(count: int, title: str, columns: int = 2):
-    """A figure of panels, so many in a row, and its axes, of which those left over are hidden."""
+def panels(count: int, title: str):
+    """A figure of panels, two in a row, and its axes, of which those left over are hidden."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display
     import matplotlib.pyplot as plt
 
-    columns = min(count, columns)
+    columns = min(count, 2)
     rows = -(-count // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, 3.2 * rows + 0.6), squeeze=False, layout="constrained")
     for axis in axes.ravel()[count:]:

@@ -74,7 +74,7 @@ class Measurement:
 
     @property
     def arguments(self) -> dict[str, int]:
-        """The arguments of the script: of SAC and TD3 about as long a run for any size, of PPO as many rollouts."""
+        """The arguments of the script, for a run of some seconds or, of PPO, at least two rollouts."""
         envs, batch, width = self.sizes.values()
         if not self.script.startswith("ppo"):
             cost = max(1, batch / 256) * max(1, width / 256) ** 1.5
@@ -169,10 +169,9 @@ def main() -> int:
     except results.ResultsError as error:
         refuse(f"--output: {error}")
     commit, failed = git(ROOT, "rev-parse", "--verify", "HEAD") or None, False
-    wanted = list(points(args))
     timed = {name_of(line): line for line in lines if line["git_commit"] == commit}
     by_command: dict[tuple, dict] = {}  # the default sizes are on every axis, and timed once
-    for point in wanted:
+    for point in points(args):
         key = (point.script, point.mode, tuple(point.arguments.items()), tuple(point.sizes.values()))
         line = timed.get((point.script, point.mode, point.axis, point.value)) or by_command.get(key)
         if line is None:
