@@ -175,6 +175,22 @@ class Bound(TypedDict):
     git_commit: str | None
 
 
+class Timed(TypedDict):
+    """A line of benchmark/settings.py: a twin under a setting."""
+
+    format: int
+    status: Literal["ok"]
+    script: str
+    setting: str
+    cold_seconds: float | None
+    warm_seconds: float
+    microseconds: float
+    in_company: float
+    versions: dict[str, str | None]
+    hardware: Hardware
+    git_commit: str | None
+
+
 class Size(TypedDict):
     """A line of benchmark/scaling.py: a run with one size changed."""
 
@@ -290,6 +306,13 @@ def check_roofline(line: object) -> None:
     check_format(line)
     check_finite(line)
     check_keys(line, Bound)
+
+
+def check_setting(line: object) -> None:
+    """Raise ValueError, with one line that says why, unless this is a line of benchmark/settings.py."""
+    check_format(line)
+    check_finite(line)
+    check_keys(line, Timed)
 
 
 def check_scaling(line: object) -> None:

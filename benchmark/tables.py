@@ -197,6 +197,21 @@ def roofline_table(lines: list[dict]) -> str:
     return f"{markdown(header, rows)}\n\n{machine(lines)}"
 
 
+@by_machine
+def settings_table(lines: list[dict]) -> str:
+    """A gradient step under each setting, alone and beside a busy process, with its ratio to none, and start-up."""
+    rows = []
+    for (script,), group in by(lines, "script").items():
+        for line in group:
+            steps = [f"{line[key]:.0f}" for key in ("microseconds", "in_company")]
+            ratios = [f"{line[key] / group[0][key]:.2f}" for key in ("microseconds", "in_company")]
+            figures = [figure for pair in zip(steps, ratios, strict=True) for figure in pair]
+            startup = ["" if line[key] is None else f"{line[key]:.1f}" for key in ("cold_seconds", "warm_seconds")]
+            rows.append([f"{script}: {line['setting']}", *figures, *startup])
+    header = ["", "us a gradient step", "x first", "in company, us", "x first", "start-up cold, s", "warm, s"]
+    return markdown(header, rows)
+
+
 # What the axes of benchmark/scaling.py are called, and what costs along them.
 AXES = {"num_envs": "environments", "batch_size": "batch", "width": "width"}
 UNITS = {"num_envs": "agent step", "batch_size": "row of a batch", "width": "gradient step"}

@@ -408,7 +408,7 @@ class Logger:
         """Print the run summary, one line of JSON: arguments, what is given, and the returns of the last episodes."""
         returns = [value for _, value, _ in self.episodes]
         for name, values in {"episodic_return": returns[-100:], "episodic_return_10": returns[-10:]}.items():
-            measured[name] = float(np.mean(values)) if values else None
+            measured.setdefault(name, float(np.mean(values)) if values else None)
         summary = {"script": Path(__file__).stem} | asdict(self.args) | {"sps": self.sps, "episodes": len(returns)} | measured
         summary = json.loads(json.dumps(summary, default=str), parse_constant=lambda _: None)  # JSON has no infinity
         try:
@@ -435,7 +435,7 @@ def stop_when_asked(asked: list[int], first: str | None = None) -> None:
 # ---- Checkpoint ------------------------------------------------------------------------------------------------------
 def identity(args: Args) -> dict:
     """What a checkpoint is of: the version of its format, the algorithm, and the arguments as plain values."""
-    algorithm = Path(__file__).stem.removesuffix("_torchcompile")
+    algorithm = re.sub("_(torchcompile|seeds)$", "", Path(__file__).stem)
     return {"format": 2, "algorithm": algorithm, **json.loads(json.dumps(asdict(args), default=str))}
 
 

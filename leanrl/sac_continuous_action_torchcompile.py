@@ -157,7 +157,7 @@ class Critic(nn.Module):
         self.fc3 = EnsembleLinear(2, 256, 1, device)
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
-        x = torch.cat([obs, actions], dim=1).expand(2, -1, -1)
+        x = torch.cat([obs, actions], dim=-1).expand(2, -1, -1)
         x = F.relu(self.fc1(x))
         x = F.relu(self.fc2(x))
         return self.fc3(x).squeeze(-1)
@@ -202,7 +202,7 @@ def sample_actions(mean: Tensor, log_std: Tensor, scale: Tensor) -> tuple[Tensor
     u = mean + log_std.exp() * noise
     log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
     log_prob = log_prob - scale.log() - 2 * (math.log(2) - u - F.softplus(-2 * u))
-    return torch.tanh(u), log_prob.sum(dim=1)
+    return torch.tanh(u), log_prob.sum(dim=-1)
 
 
 def soft_target(rewards: Tensor, terminated: Tensor, values: Tensor, log_prob: Tensor, alpha: Tensor, gamma: float) -> Tensor:
@@ -210,22 +210,22 @@ def soft_target(rewards: Tensor, terminated: Tensor, values: Tensor, log_prob: T
 
     values: (2, batch), the target critics at the next observations and at actions drawn there with log_prob (batch,).
     """
-    return rewards + gamma * (1 - terminated) * (values.amin(dim=0) - alpha * log_prob)
+    return rewards + gamma * (1 - terminated) * (values.amin(dim=-2) - alpha * log_prob)
 
 
 def critic_losses(values: Tensor, target: Tensor) -> Tensor:
     """Mean squared Bellman error of each critic, (2,), from values (2, batch) and their target (batch,)."""
-    return (values - target).square().mean(dim=1)
+    return (values - target).square().mean(dim=-1)
 
 
 def actor_loss(log_prob: Tensor, values: Tensor, alpha: Tensor) -> Tensor:
     """E[alpha log pi - min_i Q_i], 0-dim, from log_prob (batch,) and values (2, batch) (equation 7)."""
-    return (alpha * log_prob - values.amin(dim=0)).mean()
+    return (alpha * log_prob - values.amin(dim=-2)).mean(dim=-1)
 
 
 def alpha_loss(log_alpha: Tensor, log_prob: Tensor, target_entropy: float) -> Tensor:
     """-alpha E[log pi + target entropy], 0-dim, from log_prob (batch,) (equation 18)."""
-    return -log_alpha.exp() * (log_prob + target_entropy).mean()
+    return -log_alpha.exp() * (log_prob + target_entropy).mean(dim=-1)
 
 
 def adam_tensors(name: str, params: dict[str, Tensor], optimizer: optim.Adam) -> dict[str, Tensor]:
@@ -347,7 +347,7 @@ class Logger:
         """Print the run summary, one line of JSON: arguments, what is given, and the returns of the last episodes."""
         returns = [value for _, value, _ in self.episodes]
         for name, values in {"episodic_return": returns[-100:], "episodic_return_10": returns[-10:]}.items():
-            measured[name] = float(np.mean(values)) if values else None
+            measured.setdefault(name, float(np.mean(values)) if values else None)
         summary = {"script": Path(__file__).stem} | asdict(self.args) | {"sps": self.sps, "episodes": len(returns)} | measured
         summary = json.loads(json.dumps(summary, default=str), parse_constant=lambda _: None)  # JSON has no infinity
         try:
@@ -374,7 +374,7 @@ def stop_when_asked(asked: list[int], first: str | None = None) -> None:
 # ---- Checkpoint ------------------------------------------------------------------------------------------------------
 def identity(args: Args) -> dict:
     """What a checkpoint is of: the version of its format, the algorithm, and the arguments as plain values."""
-    algorithm = Path(__file__).stem.removesuffix("_torchcompile")
+    algorithm = re.sub("_(torchcompile|seeds)$", "", Path(__file__).stem)
     return {"format": 2, "algorithm": algorithm, **json.loads(json.dumps(asdict(args), default=str))}
 
 
@@ -535,7 +535,7 @@ if __name__ == "__main__":
         adam_step(critic.state, grad, args.q_lr)
         last_values.copy_(qf_values.detach())  # [fast 3]
         last_losses.copy_(qf_losses.detach())
-        losses["qf_loss"].copy_(qf_losses.detach().mean())
+        losses["qf_loss"].copy_(qf_losses.detach().mean(dim=-1))
         if update_target:
             critic_target.params.detach().lerp_(critic.params.detach(), tau)  # [fast 2]
         return obs
@@ -579,7 +579,7 @@ if __name__ == "__main__":
         envs.envs[0] = gym.wrappers.RecordVideo(envs.envs[0], str(videos), disable_logger=True)
     noise_seed, *env_seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(1 + num_envs).tolist()
     envs.action_space.seed(noise_seed)
-    obs[:] = envs.reset(seed=env_seeds)[0].reshape(num_envs, obs_dim)
+    obs[:] = envs.reset(seed=env_seeds)[0].reshape(obs.shape)
 
     stopping, eval_returns, startup_seconds = [], [], None
     with closing(envs), closing(logger), suppress(KeyboardInterrupt, BrokenPipeError):
@@ -632,7 +632,7 @@ if __name__ == "__main__":
             global_step, done = global_step + num_envs, terminated | truncated
 
             row_rewards[:, 0], row_terminated[:, 0] = rewards, terminated
-            row_next_obs[:] = next_obs.reshape(num_envs, obs_dim)
+            row_next_obs[:] = next_obs.reshape(obs.shape)
             if np.count_nonzero(done):
                 row_next_obs[done] = np.stack(infos["final_obs"][done]).reshape(-1, obs_dim)
             logger.count(global_step, actions, rewards, done, row.numpy(), next_obs)
@@ -640,7 +640,7 @@ if __name__ == "__main__":
             buffer[position : position + num_envs].copy_(row, non_blocking=global_step > args.learning_starts)
             if global_step <= capacity:
                 size.fill_(global_step)
-            obs[:] = next_obs.reshape(num_envs, obs_dim)
+            obs[:] = next_obs.reshape(obs.shape)
 
             last = bool(stopping) or global_step >= args.total_timesteps
             if last or global_step % args.log_every < num_envs:
