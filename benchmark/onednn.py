@@ -1,7 +1,7 @@
 """Large float32 products of compiled code by oneDNN instead of MKL, for benchmark/settings.py: an experiment.
 
-Replaces mm and bmm by Inductor's call of oneDNN's inner product, which Inductor has for constant weights only (torch 2.13). The
-caches of compiled code do not know of it: use one of its own.
+Replaces mm and bmm by Inductor's call of oneDNN's inner product, which Inductor has for constant weights only (torch 2.13).
+The caches of compiled code do not know of it: use one of its own.
 """
 
 import torch

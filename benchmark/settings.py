@@ -2,11 +2,11 @@
 
     python benchmark/settings.py [--scripts NAME ...] [--settings NAME ...] [--output FILE]
 
-Compiles each twin under each setting in a process of its own, in a copy where the setting changes its text, on the CPU: with an
-empty cache, unless another setting has the same code, and then with a full one. Then all take turns at gradient steps (of SAC and
-TD3 with and without the actor), first alone on the machine and then beside one process that is always busy: a figure is the
-median of 15 rounds. Nothing else may run meanwhile; it takes five minutes a script. FILE gets a line for each, in place of
-those that it has of the same scripts. docs/log.md shows benchmark/results/settings.jsonl.
+Compiles each twin under each setting in a process of its own, in a copy where the setting changes its text, on the CPU: with
+an empty cache, unless another setting has the same code, and then with a full one. Then all take turns at gradient steps (of
+SAC and TD3 with and without the actor), first alone on the machine and then beside one process that is always busy: a figure
+is the median of 15 rounds. Nothing else may run meanwhile; it takes five minutes a script. FILE gets a line for each, in place
+of those that it has of the same scripts. docs/log.md shows benchmark/results/settings.jsonl.
 
 Exit status: 0 done, 2 a bad argument; a setting with which a script fails is told and left out.
 """

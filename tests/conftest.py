@@ -26,8 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the scripts that run as comm
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 LEANRL = ROOT / "leanrl"
-SCRIPTS = sorted(path.stem for path in LEANRL.glob("*.py") if not path.stem.endswith("_torchcompile"))
+SCRIPTS = sorted(path.stem for path in LEANRL.glob("*.py") if not path.stem.endswith(("_torchcompile", "_seeds")))
 TWINS = [f"{name}_torchcompile" for name in SCRIPTS]
+SEEDS = sorted(path.stem for path in LEANRL.glob("*_seeds.py"))
 
 
 get_handler, set_handler = signal.getsignal, signal.signal  # a test may put others in their place

@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from conftest import OFF_POLICY, ROOT, SCRIPTS, TWINS, changed, play
+from conftest import OFF_POLICY, ROOT, SCRIPTS, SEEDS, TWINS, changed, play
 from traffic import TrafficError, counted_traffic
 
 # Rollouts of eight steps, with four gradient steps each; or a gradient step after each of 40 steps, without a log entry.
@@ -21,7 +21,7 @@ HEADER = (
 def count(command: str) -> list[Counter]:
     """What a script and its options count between steps of the environments; the run saves and evaluates, too."""
     name, *options = command.split()
-    args = SHORT if name in OFF_POLICY else ROLLOUTS
+    args = SHORT if name in (*OFF_POLICY, *SEEDS) else ROLLOUTS
     options += ["--save-model", "--eval-episodes", "1"]
     with counted_traffic() as traffic, TemporaryDirectory() as directory:
         run = play(name, *args, *options, cuda=True, directory=Path(directory))
@@ -40,7 +40,7 @@ def table() -> dict[str, str]:
 def row(command: str) -> str:
     """The row of the table for a script and its options, counted."""
     steps = sorted(([step[event] for event in EVENTS] for step in count(command)), key=lambda step: step[-1])
-    if command.split()[0] in OFF_POLICY:
+    if command.split()[0] in (*OFF_POLICY, *SEEDS):
         # All alike, but for the operations of a gradient step with the actor and one without.
         assert [step[:-1] for step in steps] == [steps[0][:-1]] * len(steps)
         cells = [*steps[0][:-1], sum(step[-1] for step in steps) / len(steps), *[""] * len(EVENTS)]
@@ -54,7 +54,7 @@ def row(command: str) -> str:
 
 
 def test_the_table_has_every_script():
-    assert {command.split()[0] for command in table()} == {*SCRIPTS, *TWINS}
+    assert {command.split()[0] for command in table()} == {*SCRIPTS, *TWINS, *SEEDS}
 
 
 @pytest.mark.parametrize("command", table())

@@ -10,10 +10,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch._inductor.config
-from conftest import OFF_POLICY, ROOT, SCRIPTS, assert_same_numbers, play, run
+from conftest import OFF_POLICY, ROOT, SCRIPTS, SEEDS, assert_same_numbers, play, run
 
 SECTIONS = ["Arguments", "Environment", "Networks", "Algorithm", "Logging", "Checkpoint"]
 FILES = [f"{script}{suffix}" for script in SCRIPTS for suffix in ("", "_torchcompile")]
+# A file with what it is a sibling of, and the tag of what it changes.
+SIBLINGS = {f"{script}_torchcompile": (script, "[fast ") for script in SCRIPTS}
+SIBLINGS |= {name: (name.replace("_seeds", "_torchcompile"), "[seeds ") for name in SEEDS}
 # What differs between algorithms by its nature; any other function or class of one name has one text.
 PER_ALGORITHM = {"check_args", "Actor", "Agent", "Critic", "sample_actions"}
 # What differs between environments by its nature: SAC and TD3 have the same, and what MuJoCo takes, EnvPool does not.
@@ -27,7 +30,7 @@ CEILINGS = {
     "ppo_continuous_action": (665, 730, 55),
     "ppo_atari_envpool": (660, 725, 55),
 }
-CHANGED_LINES = 140
+CHANGED_LINES = {"_torchcompile": 140, "_seeds": 290}
 # Modules of the standard library that an operating system lacks.
 NOT_EVERYWHERE = set("_winapi crypt curses fcntl grp msvcrt nis nt ossaudiodev posix pty pwd readline resource spwd".split())
 NOT_EVERYWHERE |= set("syslog termios tty winreg winsound".split())
@@ -68,7 +71,7 @@ def definitions(name: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*FILES, *SEEDS])
 def test_every_script_has_the_same_sections(name):
     assert list(sections(name)) == SECTIONS
 
@@ -86,23 +89,31 @@ def test_twin_sections_are_identical(script):
     assert arguments == eager["Arguments"]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_every_hunk_of_the_diff_is_tagged(script):
-    eager, twin = text(script).splitlines(), text(f"{script}_torchcompile").splitlines()
-    opcodes = difflib.SequenceMatcher(a=eager, b=twin, autojunk=False).get_opcodes()
-    changed = [(a, b, c, d) for tag, a, b, c, d in opcodes if tag != "equal"]
-    body = next(index for index, line in enumerate(twin) if line.startswith("# ---- Algorithm"))
+@pytest.mark.parametrize("name", SEEDS)
+def test_agents_at_once_have_all_that_the_twin_has(name):
+    assert sections(name)["Environment"] == sections(SIBLINGS[name][0])["Environment"]
+    assert definitions(name).keys() > definitions(SIBLINGS[name][0]).keys()
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_every_hunk_of_the_diff_is_tagged(name):
+    sibling, tag = SIBLINGS[name]
+    first, second = text(sibling).splitlines(), text(name).splitlines()
+    opcodes = difflib.SequenceMatcher(a=first, b=second, autojunk=False).get_opcodes()
+    changed = [(a, b, c, d) for kind, a, b, c, d in opcodes if kind != "equal"]
+    body = next(index for index, line in enumerate(second) if line.startswith("# ---- Algorithm"))
     for _, _, start, end in changed:
         if start > body and end > start:
             # A hunk may be one statement of a passage whose tag stands a few lines above.
-            assert any("[fast " in line for line in twin[start - 12 : end]), "\n".join(twin[start:end])
+            assert any(tag in line for line in second[start - 12 : end]), "\n".join(second[start:end])
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_diff_is_short(script):
-    files = [ROOT / "leanrl" / f"{name}.py" for name in (script, f"{script}_torchcompile")]
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_the_diff_is_short(name):
+    files = [ROOT / "leanrl" / f"{file}.py" for file in (SIBLINGS[name][0], name)]
     diff = subprocess.run(["diff", *files], capture_output=True, text=True).stdout
-    assert 0 < len(re.findall("^[<>]", diff, flags=re.MULTILINE)) <= CHANGED_LINES
+    ceiling = next(lines for suffix, lines in CHANGED_LINES.items() if name.endswith(suffix))
+    assert 0 < len(re.findall("^[<>]", diff, flags=re.MULTILINE)) <= ceiling
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -115,7 +126,7 @@ def test_a_script_is_read_in_one_sitting_and_its_loop_on_one_screen(name):
     assert loop.end_lineno - loop.lineno + 1 <= screen
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*FILES, *SEEDS])
 def test_imports_exist_on_every_operating_system(name):
     imported = set()
     for node in ast.walk(ast.parse(text(name))):  # also within functions
@@ -128,10 +139,11 @@ def test_imports_exist_on_every_operating_system(name):
     assert imported.isdisjoint(NOT_EVERYWHERE)
 
 
-def test_repeated_definitions_are_identical_to_the_letter():
+@pytest.mark.parametrize("files", [FILES, SEEDS], ids=["twins", "seeds"])
+def test_repeated_definitions_are_identical_to_the_letter(files):
     seen: dict[tuple[str, str | bool | None], tuple[str, str]] = {}
-    for name in FILES:
-        algorithm = name.removesuffix("_torchcompile")
+    for name in files:
+        algorithm = re.sub("_(torchcompile|seeds)$", "", name)
         scopes = PER_ENVIRONMENT | dict.fromkeys(PER_ALGORITHM, str)
         for definition, source in definitions(name).items():
             # `Args` has another test: a twin has two flags more.
@@ -141,7 +153,7 @@ def test_repeated_definitions_are_identical_to_the_letter():
                 assert source == expected, f"{definition} differs between {first} and {name}"
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*FILES, *SEEDS])
 def test_inline_metadata_equals_the_requirements(name):
     block = re.match(r"# /// script\n(.*?)# ///\n", text(name), flags=re.DOTALL)[1]
     inline = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))
