@@ -58,6 +58,12 @@ SCRIPTS = {
     "ppo_continuous_action": (None, ("--act-device", "device")),  # for one environment it acts in NumPy
     "ppo_atari_envpool": ("Breakout-v5", ()),
 }
+# Many agents in one graph, with replay buffers of which 64 have room on a small machine.
+SCRIPTS |= {
+    f"{script} --num-seeds {agents}": (None, ("--num-seeds", str(agents), "--buffer-size", "100000"))
+    for script in ("sac_continuous_action_seeds", "td3_continuous_action_seeds")
+    for agents in (1, 4, 16, 64)
+}
 CUDA = torch.device("cuda", 0)
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -81,7 +87,7 @@ SPILL = re.compile(r"(\d+) bytes spill stores")
 @dataclass
 class Args:
     scripts: tuple[str, ...] = tuple(SCRIPTS)
-    """eager scripts; their twins are compiled"""
+    """eager scripts, whose twins are compiled, and scripts of many agents"""
     env_ids: tuple[str, ...] = ("HalfCheetah-v4",)
     """environments of the continuous scripts, for their sizes"""
     output: Path | None = None
@@ -160,7 +166,8 @@ def recording_compile(graphs: list[Graph], compile_function: Callable) -> Callab
 
 def graphs_of(script: str, *arguments: str) -> list[Graph]:
     """The graphs of a twin's functions, one for each kind of gradient step, in the order in which they are compiled."""
-    path = ROOT / "leanrl" / f"{script}_torchcompile.py"
+    name = script.split()[0]
+    path = ROOT / "leanrl" / (f"{name}.py" if name.endswith("_seeds") else f"{name}_torchcompile.py")
     sys.modules["__main__"] = module = ModuleType("__main__")  # where tyro looks for the texts of --help
     module.__file__ = str(path)
     torch._dynamo.reset()  # it would take the sizes of a second environment for dynamic

@@ -32,6 +32,7 @@ TABLES = {
     "curve": (tables.curve_table, results.check_curve),
     "cuda_code": (tables.cuda_code_table, results.check_code),
     "roofline": (tables.roofline_table, results.check_roofline),
+    "agents": (tables.agents_table, results.check_agents),
     "settings": (tables.settings_table, results.check_setting),
     "scaling": (tables.scaling_table, results.check_scaling),
     "tricks": (tables.tricks_table, results.check_figure),

@@ -175,6 +175,21 @@ class Bound(TypedDict):
     git_commit: str | None
 
 
+class Agents(TypedDict):
+    """A line of benchmark/agents.py: many agents in one process, or in many."""
+
+    format: int
+    status: Literal["ok"]
+    script: str
+    mode: Literal["seeds", "workers", "processes"]
+    agents: int
+    sps: float
+    memory_mb: float
+    versions: dict[str, str | None]
+    hardware: Hardware
+    git_commit: str | None
+
+
 class Timed(TypedDict):
     """A line of benchmark/settings.py: a twin under a setting."""
 
@@ -306,6 +321,13 @@ def check_roofline(line: object) -> None:
     check_format(line)
     check_finite(line)
     check_keys(line, Bound)
+
+
+def check_agents(line: object) -> None:
+    """Raise ValueError, with one line that says why, unless this is a line of benchmark/agents.py."""
+    check_format(line)
+    check_finite(line)
+    check_keys(line, Agents)
 
 
 def check_setting(line: object) -> None:

@@ -20,6 +20,9 @@ MODES = {
 }
 
 
+AGENT_MODES = {"seeds": "one process", "workers": "`--env-workers`", "processes": "a process each"}
+
+
 def by(lines: list[dict], *keys: str) -> dict[tuple, list[dict]]:
     """The lines by their values of these keys, in the order in which these first occur."""
     groups: dict[tuple, list[dict]] = {}
@@ -195,6 +198,24 @@ def roofline_table(lines: list[dict]) -> str:
         rows.append([line["script"], *figures, f"{line['sps']:.0f}", f"{line['sps'] / bound:.0%}"])
     header = ["", "MFLOP a step", "threads", "GFLOP/s", "the products alone, steps/s", "compiled, steps/s", "share"]
     return f"{markdown(header, rows)}\n\n{machine(lines)}"
+
+
+@by_machine
+def agents_table(lines: list[dict]) -> str:
+    """Steps/s over all agents in one process, with the environments in processes of their own, and in a process an agent."""
+    rows = []
+    for (script, agents), group in by(lines, "script", "agents").items():
+        modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
+        speeds = [spread([line["sps"] for line in modes[mode]]) if mode in modes else "" for mode in AGENT_MODES]
+        memory = [
+            f"{statistics.median(line['memory_mb'] for line in modes[mode]):.0f}" if mode in modes else ""
+            for mode in AGENT_MODES
+        ]
+        medians = {mode: statistics.median(line["sps"] for line in runs) for mode, runs in modes.items()}
+        ratio = f"{medians['seeds'] / medians['processes']:.2f}" if medians.keys() >= {"seeds", "processes"} else ""
+        rows.append([f"{script}, {agents}", *speeds, ratio, *memory])
+    names = AGENT_MODES.values()
+    return markdown(["", *(f"{name}, steps/s" for name in names), "x processes", *(f"{name}, MB" for name in names)], rows)
 
 
 @by_machine
