@@ -174,11 +174,12 @@ def episode_curve(runs: Path, starts: list[float], groups: int = GROUPS) -> dict
 
     `starts` are the Unix times at which the run was started or taken up. What it had done beyond the checkpoint from which it
     was taken up is left out, and returns that are not finite: JSON has no such numbers, and no curve is drawn through them.
+    Of several agents, each of which has a folder there, it is empty: their episodes are not those of one curve.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second
 
-    events = []
-    for directory in sorted(path for path in runs.glob("*") if path.is_dir()):
+    events, directories = [], [path for path in runs.glob("*") if path.is_dir()]
+    for directory in directories if len(directories) == 1 else []:
         log = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
         if "charts/episodic_return" in log.Tags()["scalars"]:
             events += log.Scalars("charts/episodic_return")

@@ -20,7 +20,7 @@ import numpy as np
 import results
 from job import episode_curve
 from plots import panels
-from selection import MODES
+from selection import MODES, SEEDS
 from tables import PUBLISHED, by, machine, markdown
 
 LAST = 100  # training episodes, whose mean return is what a run has reached
@@ -246,7 +246,10 @@ def attempt(about: Path) -> int:
 
 
 def take_over(folders: list[Path], variant: str | None = None) -> None:
-    """Put the runs of sweeps among the published ones, unless those are further. Raises ResultsError where a file is wrong."""
+    """Put the runs of sweeps among the published ones, unless those are further. Raises ResultsError where a file is wrong.
+
+    Runs of several agents are left out: they have no curves, and those of neighbouring seeds share agents.
+    """
     name = "ablation" if variant else "learning"
     files = {PUBLISHED / f"{name}.jsonl": results.check_run, PUBLISHED / f"{name}.curves.jsonl": results.check_curve}
     old, curves = (results.read(path, check) if path.exists() else [] for path, check in files.items())
@@ -254,7 +257,7 @@ def take_over(folders: list[Path], variant: str | None = None) -> None:
     drawn = {(curve["sweep"], curve["job"]): curve for curve in curves}
     for folder in folders:
         lines = results.read(folder / "results.jsonl")
-        new = [(line, None) for line in lines if line["status"] == "ok"]
+        new = [(line, None) for line in lines if line["status"] == "ok" and line["mode"] not in SEEDS]
         new += unfinished_runs(folder, {line["job"] for line in lines})
         drawn |= {(c["sweep"], c["job"]): c for c in results.read(folder / "curves.jsonl", results.check_curve)}
         for line, curve in new:

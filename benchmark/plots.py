@@ -4,7 +4,7 @@ import statistics
 import textwrap
 
 import numpy as np
-from tables import AXES, MODES, UNITS, binding, busy_per_million, by, in_order, machine_of, unit_cost
+from tables import AXES, MODES, UNITS, binding, busy_per_million, by, in_order, machine_of, name_of, unit_cost
 
 # The colours here are those of Okabe and Ito, which colour-blind readers can tell apart; markers do where there is no colour.
 SCRIPT_STYLES = {
@@ -13,7 +13,8 @@ SCRIPT_STYLES = {
     "ppo_continuous_action": ("#009E73", "^"),
     "ppo_atari_envpool": ("#000000", "D"),
 }
-COLOURS = dict(zip(MODES, ("#999999", "#555555", "#E69F00", "#56B4E9", "#0072B2", "#009E73", "#D55E00"), strict=True))
+MODE_COLOURS = ("#999999", "#555555", "#E69F00", "#56B4E9", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#F0E442")
+COLOURS = dict(zip(MODES, MODE_COLOURS, strict=True))
 
 
 def panels(count: int, title: str):
@@ -35,9 +36,9 @@ def panels(count: int, title: str):
     return figure, axes.ravel()
 
 
-def label(mode: str) -> str:
-    """A mode's name in a plot."""
-    return MODES[mode].replace("`", "").removeprefix("LeanRL ")
+def label(mode: str, runs: list[dict]) -> str:
+    """The name of a mode of these runs in a plot."""
+    return name_of(mode, runs).replace("`", "").removeprefix("LeanRL ")
 
 
 def below(lines: list[dict]) -> str:
@@ -55,12 +56,14 @@ def plot_speed(lines: list[dict]):
         return None
     figure, axes = panels(len(groups), "Agent steps per second: median, range, ratio to eager")
     for axis, ((algorithm, env_id, _), group) in zip(axes, groups.items(), strict=False):
-        modes = {mode: [line["sps"] for line in runs] for (mode,), runs in by(group, "mode").items()}
+        runs_of = {mode: runs for (mode,), runs in by(group, "mode").items()}
+        modes = {mode: [line["sps"] for line in runs] for mode, runs in runs_of.items()}
         names = in_order(modes)[::-1]
         medians = np.array([statistics.median(modes[mode]) for mode in names])
         whiskers = [medians - [min(modes[mode]) for mode in names], [max(modes[mode]) for mode in names] - medians]
         colours = [COLOURS[mode] for mode in names]
-        axis.barh([label(mode) for mode in names], medians, xerr=whiskers, color=colours, ecolor="black", capsize=3)
+        labels = [label(mode, runs_of[mode]) for mode in names]
+        axis.barh(labels, medians, xerr=whiskers, color=colours, ecolor="black", capsize=3)
         base = statistics.median(modes["eager"]) if "eager" in modes else None
         for row, (mode, median) in enumerate(zip(names, medians, strict=True)):
             ratio = f"  ({median / base:.2f}x)" if base else ""
@@ -93,7 +96,7 @@ def plot_returns(lines: list[dict], curves: list[dict], key: str):
             values = np.stack([np.interp(grid, run["step"], run["episodic_return"]) for run in runs])
             seconds = np.stack([np.interp(grid, run["step"], run["seconds"]) for run in runs])
             x = grid if key == "step" else seconds.mean(axis=0)
-            axis.plot(x, values.mean(axis=0), color=COLOURS[mode], label=label(mode))
+            axis.plot(x, values.mean(axis=0), color=COLOURS[mode], label=label(mode, modes[mode]))
             axis.fill_between(x, values.min(axis=0), values.max(axis=0), color=COLOURS[mode], alpha=0.2, linewidth=0)
         axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
         axis.set_xlabel(axis_name)
@@ -145,7 +148,7 @@ def plot_gpu(lines: list[dict], curves: list[dict]):
             curve = curve_of[modes[mode][-1]["sweep"], modes[mode][-1]["job"]]  # the last: the first has compiled
             busy = statistics.median(map(busy_per_million, modes[mode]))
             percent = 100 * np.array(curve["gpu_utilization"])
-            axis.plot(curve["gpu_seconds"], percent, color=COLOURS[mode], label=f"{label(mode)}: {busy:,.0f} s")
+            axis.plot(curve["gpu_seconds"], percent, color=COLOURS[mode], label=f"{label(mode, modes[mode])}: {busy:,.0f} s")
         axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
         axis.set_xlabel("seconds, start-up included")
         axis.set_ylabel("utilisation, %")

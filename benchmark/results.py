@@ -16,7 +16,8 @@ from typing import Literal, TypedDict
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 FORMAT = 1  # of both files; grows with every change that an older reader would misread
-Mode = Literal["eager", "twin", "compile", "cudagraphs", "both", "sb3", "sbx"]
+Mode = Literal["eager", "twin", "compile", "cudagraphs", "both", "seeds", "seeds_both", "sb3", "sbx"]
+Return = float | list[float | None] | None  # a list where a run has several agents, in the order of its `seeds`
 
 
 class Hardware(TypedDict):
@@ -45,8 +46,8 @@ class Done(Run):
 
     status: Literal["ok"]
     script: str
-    total_timesteps: int
-    sps: float | None  # agent steps per second, None where the run was too short to tell
+    total_timesteps: int  # of each agent
+    sps: float | None  # agent steps per second, over all agents; None where the run was too short to tell
     startup_seconds: float | None
     versions: dict[str, str | None]
     hardware: Hardware
@@ -73,8 +74,9 @@ class Measured(TypedDict, total=False):
     cpu_busy_seconds: float  # processor time of the run
     gpu_busy_seconds: float | None  # area under the curve of GPU utilisation, start-up left out; None without a GPU
     gpu_memory_mb: float | None  # the most that was in use on the GPU
-    episodic_return: float | None
-    episodic_return_10: float | None
+    seeds: list[int]  # of the agents of a run that has several; its `seed` is the first
+    episodic_return: Return
+    episodic_return_10: Return
     git_commit: str | None
     peak_memory_mb: float  # the most that one process of the run held
 
@@ -85,7 +87,7 @@ class Curve(TypedDict):
     format: int
     sweep: str
     job: str
-    # Training episodes, in at most 100 groups of as many: where each group ended, and its mean return.
+    # Training episodes, in at most 100 groups of as many: where each group ended, and its mean return. None of several agents.
     step: list[int]
     seconds: list[float]
     episodic_return: list[float]

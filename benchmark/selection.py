@@ -15,11 +15,15 @@ MODES = {
     "compile": ("_torchcompile", ("--compile",)),
     "cudagraphs": ("_torchcompile", ("--cudagraphs",)),
     "both": ("_torchcompile", ("--compile", "--cudagraphs")),
+    # As many agents in a process as that script trains by default, whose seeds count up from that of the run.
+    "seeds": ("_seeds", ("--compile",)),
+    "seeds_both": ("_seeds", ("--compile", "--cudagraphs")),
     "sb3": None,
     "sbx": None,
 }
 PEERS = ("sb3", "sbx")
-CUDA_MODES = ("cudagraphs", "both")
+SEEDS = ("seeds", "seeds_both")
+CUDA_MODES = ("cudagraphs", "both", "seeds_both")
 MUJOCO = ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4")
 
 
@@ -91,9 +95,10 @@ class Args:
     profile: str = "quick"
     """quick, speed, full or learning: how many steps, and the defaults of modes, seeds, environments and time limit"""
     scripts: tuple[str, ...] = tuple(TASKS)
-    """eager scripts; a mode other than eager runs the twin"""
+    """eager scripts; the other modes run their siblings"""
     modes: tuple[str, ...] | None = None
-    """eager, twin (no flag), compile, cudagraphs, both; with --peers also sb3 and sbx"""
+    """eager, twin (no flag), compile, cudagraphs, both; of several agents in a process seeds (compile) and seeds_both; with
+    --peers also sb3 and sbx"""
     seeds: tuple[int, ...] | None = None
     """seeds, each a round of all that is compared"""
     env_ids: tuple[str, ...] | None = None
@@ -132,6 +137,12 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def script_of(algorithm: str, mode: str) -> Path:
+    """The script that a mode runs, of modes that are not those of a library."""
+    suffix, _ = MODES[mode]
+    return ROOT / "leanrl" / f"{algorithm}{suffix}.py"
+
+
 @dataclass(frozen=True)
 class Run:
     """One run of the selection. `name` tells it from all others of a sweep."""
@@ -157,8 +168,8 @@ class Run:
         options = [f"--{name}={value}" for name, value in values.items()]
         if self.mode in PEERS:
             return (str(peers.absolute()), str(ROOT / "benchmark" / "peers.py"), self.mode, self.algorithm, *options)
-        suffix, flags = MODES[self.mode]
-        return (sys.executable, str(ROOT / "leanrl" / f"{self.algorithm}{suffix}.py"), *flags, *options)
+        _, flags = MODES[self.mode]
+        return (sys.executable, str(script_of(self.algorithm, self.mode)), *flags, *options)
 
 
 def check_args(args: Args) -> None:
@@ -200,12 +211,22 @@ def runnable(mode: str, args: Args, gpus: list[str]) -> bool:
         reason = (
             "needs CUDA: --gpus-per-job asks for GPUs" if args.cluster == "slurm" else "needs CUDA, and there is no device"
         )
-    elif mode == "compile" and not gpus and args.cluster == "local":
+    elif mode in ("compile", "seeds") and not gpus and args.cluster == "local":
         compilers = (os.environ.get("CXX") or "g++", "clang++")
         reason = None if any(map(shutil.which, compilers)) else "needs a C++ compiler such as g++"
     if reason:
         print(f"skipped: {mode} {reason}", file=sys.stderr)
     return reason is None
+
+
+def fits(mode: str, script: str) -> bool:
+    """Whether there is something to run for a mode of a script; of the modes of several agents tells where there is not."""
+    if mode in PEERS:
+        return not (TASKS[script].atari and mode == "sbx")  # SBX has no policy for images
+    exists = mode not in SEEDS or script_of(script, mode).exists()
+    if not exists:
+        print(f"skipped: {mode} needs leanrl/{script_of(script, mode).name}, which there is not", file=sys.stderr)
+    return exists
 
 
 def select(args: Args, gpus: list[str]) -> list[Run]:
@@ -221,7 +242,7 @@ def select(args: Args, gpus: list[str]) -> list[Run]:
         learning_starts = task.learning_starts
         if learning_starts is not None and profile.checkpoint_every is None:
             learning_starts = min(1000, steps // 3)
-        fit = [mode for mode in modes if not (task.atari and mode == "sbx")]  # SBX has no policy for images
+        fit = [mode for mode in modes if fits(mode, script)]
         env_ids = args.atari_env_ids if task.atari else args.env_ids
         if env_ids is None:
             env_ids = task.learning_env_ids if learning else ("Breakout-v5",) if task.atari else ("HalfCheetah-v4",)
@@ -229,7 +250,7 @@ def select(args: Args, gpus: list[str]) -> list[Run]:
         for seed in seeds:
             for env_id in env_ids:
                 for mode in fit:
-                    every = None if mode in PEERS else args.checkpoint_every or profile.checkpoint_every
+                    every = None if mode in (*PEERS, *SEEDS) else args.checkpoint_every or profile.checkpoint_every
                     rounds.setdefault(seed, []).append(Run(script, mode, env_id, seed, steps, learning_starts, every))
     runs = [run for seed in rounds.values() for run in seed]
     if not runs:

@@ -17,6 +17,8 @@ MODES = {
     "compile": "LeanRL `--compile`",
     "cudagraphs": "LeanRL `--cudagraphs`",
     "both": "LeanRL `--compile --cudagraphs`",
+    "seeds": "LeanRL seeds, {agents} agents `--compile`",
+    "seeds_both": "LeanRL seeds, {agents} agents `--compile --cudagraphs`",
 }
 
 
@@ -54,9 +56,25 @@ def median_of(lines: list[dict], key: str) -> str:
     return f"{statistics.median(values):.1f}" if values else ""
 
 
+def agents(line: dict) -> int:
+    """How many agents a run has trained."""
+    return len(line["seeds"]) if "seeds" in line else 1
+
+
+def name_of(mode: str, runs: list[dict]) -> str:
+    """The name of a mode of these runs; where a run has several agents, with their number."""
+    return MODES[mode].format(agents="/".join(sorted({str(agents(line)) for line in runs})))
+
+
+def of_agents(runs: list[dict], key: str) -> list[float]:
+    """A figure of each agent of these runs that has it."""
+    values = (value if isinstance(value, list) else [value] for value in (line[key] for line in runs))
+    return [value for value in itertools.chain.from_iterable(values) if value is not None]
+
+
 def busy_per_million(line: dict) -> float:
-    """The seconds that the GPU is busy in a million agent steps of a run."""
-    return line["gpu_busy_seconds"] / line["total_timesteps"] * 1e6
+    """The seconds that the GPU is busy in a million agent steps of a run, over all its agents."""
+    return line["gpu_busy_seconds"] / (line["total_timesteps"] * agents(line)) * 1e6
 
 
 def machine_of(line: dict) -> tuple:
@@ -117,7 +135,7 @@ def speed_table(lines: list[dict]) -> str:
             startup = [[line for line in runs if line.get("cold_start") is cold] for cold in (True, False)]
             startup = [median_of(part, "startup_seconds") for part in startup]
             busy = [busy_per_million(line) for line in runs if line.get("gpu_busy_seconds") is not None]
-            name = f"{algorithm}{f', {env_id}, {steps:,} steps' if several else ''}: {MODES[mode]}"
+            name = f"{algorithm}{f', {env_id}, {steps:,} steps' if several else ''}: {name_of(mode, runs)}"
             gpu = [f"{statistics.median(busy):.0f}" if busy else ""] if on_gpu else []
             rows.append([name, spread([line["sps"] for line in runs]), *ratios, *startup, *gpu])
     header = ["", "steps/s, median (range)", "x eager", "x SBX", "start-up cold, s", "warm, s"]
@@ -130,14 +148,14 @@ def learning_table(lines: list[dict]) -> str:
     rows = []
     trained = [line for line in lines if "episodic_return" in line]
     for (script, env_id, steps), runs in by(trained, "script", "env_id", "total_timesteps").items():
-        last = ", ".join(f"{line['episodic_return_10']:.0f}" for line in runs if line["episodic_return_10"] is not None)
+        last = ", ".join(f"{value:.0f}" for value in of_agents(runs, "episodic_return_10"))
         rows.append([f"{script}, {env_id}", f"{steps:,}", last, mean_return(runs)])
     return markdown(["", "steps", "return, last 10 episodes, by seed", "last 100, mean of seeds"], rows)
 
 
 def mean_return(runs: list[dict]) -> str:
-    """The mean over runs of their episodic return, or nothing."""
-    values = [line["episodic_return"] for line in runs if line["episodic_return"] is not None]
+    """The mean over agents of their episodic return, or nothing."""
+    values = of_agents(runs, "episodic_return")
     return f"{statistics.mean(values):.0f}" if values else ""
 
 

@@ -18,6 +18,7 @@ from torch.autograd import DeviceType
 sys.path.insert(0, str(ROOT / "benchmark"))
 import cuda_code
 import job
+import plots
 import profile_run
 import report
 import results
@@ -57,6 +58,18 @@ def test_machines_are_never_mixed():
 def test_gpu_seconds_are_given_per_million_steps():
     runs = [line("both", 700, gpu="A GPU", gpu_busy_seconds=busy, total_timesteps=10_000) for busy in (4.0, 5.0, 6.0)]
     assert "| sac: LeanRL `--compile --cudagraphs` | 700 (700-700) |  |  |  | 1.0 | 500 |" in tables.speed_table(runs)
+
+
+def test_figures_of_several_agents_are_those_of_all():
+    agents = {"seeds": [1, 2, 3, 4], "total_timesteps": 10_000, "gpu_busy_seconds": 4.0}
+    runs = [line("eager", 100, gpu="A GPU"), line("seeds_both", 400, gpu="A GPU", **agents)]
+    assert "| sac: LeanRL seeds, 4 agents `--compile --cudagraphs` | 400 | 4.00 |  |  | 1.0 | 100 |" in tables.speed_table(
+        runs
+    )
+    [bars] = plots.plot_speed(runs).axes
+    assert [text.get_text() for text in bars.get_yticklabels()] == ["seeds, 4 agents --compile --cudagraphs", "eager"]
+    trained = {"script": "sac_seeds", "episodic_return": [10.0, 30.0, None], "episodic_return_10": [11.0, 33.0, None]}
+    assert "| sac_seeds, World-v0 | 10,000 | 11, 33 | 20 |" in tables.learning_table([runs[1] | trained])
 
 
 def test_a_table_of_results_that_are_not_there_is_absent():

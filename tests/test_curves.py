@@ -84,7 +84,10 @@ def log(runs: Path, seed: int, episodes: int) -> None:
 
 @pytest.fixture
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A sweep of which seed 10 has ended, seed 8 has failed, and seed 9 died early once, and has then logged 200 episodes."""
+    """A sweep of which seed 10 has ended, seed 8 has failed, and seed 9 died early once, and has then logged 200 episodes.
+
+    Of two runs with several agents seed 11 has ended.
+    """
     published, folder = tmp_path / "published", tmp_path / "sweep"
     published.mkdir()
     monkeypatch.setattr(learning, "PUBLISHED", published)
@@ -92,7 +95,11 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for seed, number, episodes in ((8, 1, 300), (9, 9, 20), (9, 10, 200)):
         log(folder / "jobs" / line(seed, None)["job"] / str(number) / "runs", seed, episodes)
     (folder / "sweep.json").write_text(json.dumps({"id": "2026-01-01-0"}))
-    results.replace(folder / "results.jsonl", [ended, line(8, 1.0) | {"status": "failed", "reason": "", "log": ""}])
+    failed, job = line(8, 1.0) | {"status": "failed", "reason": "", "log": ""}, line(12, None)["job"]
+    several = line(11, None) | {"mode": "seeds", "seeds": [11, 12], "episodic_return": [8000.0, None]}
+    log(folder / "jobs" / job / "1" / "runs", 12, 200)
+    (folder / "jobs" / job / "1" / "runs" / "another_run").mkdir()
+    results.replace(folder / "results.jsonl", [ended, failed, several])
     results.replace(folder / "curves.jsonl", [curve(ended["job"], 1_000_000)])
     return folder
 
@@ -100,7 +107,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_runs_are_taken_over_as_far_as_they_are(sweep):
     learning.take_over([sweep])
     lines = results.read(learning.PUBLISHED / "learning.jsonl")
-    assert [run["seed"] for run in lines] == [9, 10]  # not the one that failed
+    assert [run["seed"] for run in lines] == [9, 10]  # neither the one that failed nor those of several agents
     assert (lines[0]["total_timesteps"], lines[0]["episodic_return"], lines[0]["sps"]) == (200_000, 149.5, None)
     assert (lines[0]["mode"], lines[0]["git_commit"], lines[0]["hardware"]["gpu"]) == ("compile", "abc", "A GPU")
     drawn = results.read(learning.PUBLISHED / "learning.curves.jsonl", results.check_curve)

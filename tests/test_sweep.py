@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, SEEDS
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import record
@@ -271,6 +271,37 @@ def test_learning_takes_one_mode_and_the_seeds_of_each_script_in_rounds():
         assert sorted(chosen) == sorted(itertools.product(task.learning_env_ids, task.learning_seeds))
 
 
+def test_a_run_of_several_agents_is_one_line_without_a_curve(house):
+    sibling = house.leanrl / "td3_continuous_action_seeds.py"
+    sibling.write_text(f"{STAND_IN}\nimport shutil\nshutil.copytree(folder, 'runs/another')\n")
+    returns = {"episodic_return": [90.0, None], "episodic_return_10": [95.0, None]}
+    house.tell(1, json.dumps({"seeds": [1, 2], **returns}))
+    scripts = ("--scripts", "td3_continuous_action", "ppo_continuous_action")
+    done = house.sweep(*scripts, "--modes", "seeds", "--seeds", "1", "--checkpoint-every", "10")
+    assert done.returncode == 0, done.stderr
+    reason = "needs leanrl/ppo_continuous_action_seeds.py, which there is not"
+    assert done.stderr.splitlines()[0] == f"skipped: seeds {reason}"
+    [line] = house.lines()
+    assert (line["script"], line["seed"], line["seeds"]) == (sibling.stem, 1, [1, 2])
+    assert {key: line[key] for key in returns} == returns
+    [curve] = results.read(house.folder / "curves.jsonl", results.check_curve)
+    assert (curve["step"], curve["seconds"], curve["episodic_return"]) == ([], [], [])
+    assert not list(house.folder.rglob("*.pt"))  # it could not go on from what run_job finds
+    assert "| td3_continuous_action: LeanRL seeds, 2 agents `--compile` | 101 |" in done.stdout
+    assert [path.name for path in (house.folder / "plots").iterdir()] == ["speed.png"]
+
+
+def test_each_seed_of_the_selection_is_a_run_of_several_agents():
+    runs = selection.select(selection.Args(modes=("both", "seeds_both"), seeds=(3, 5)), gpus=["0"])
+    of_several = [run for run in runs if run.mode == "seeds_both"]
+    assert {run.algorithm for run in of_several} == {name.removesuffix("_seeds") for name in SEEDS}
+    assert [run.seed for run in of_several] == sorted([3, 5] * len(SEEDS))
+    for run in of_several:
+        _, script, *flags = run.command(None)
+        assert Path(script).name == f"{run.algorithm}_seeds.py"
+        assert {"--compile", "--cudagraphs", f"--seed={run.seed}"} <= set(flags)
+
+
 def test_a_run_that_ended_after_its_sweep_is_not_repeated(house):
     assert house.sweep(seeds=2).returncode == 0
     for name in ("results.jsonl", "curves.jsonl"):  # as if the sweep had been killed before it wrote the last line
@@ -513,7 +544,7 @@ def refused(done: subprocess.CompletedProcess) -> str:
     ("args", "message"),
     [
         (["--scripts", "dqn"], "--scripts takes sac_continuous_action, td3_"),
-        (["--modes", "fast"], "--modes takes eager, twin, compile, cudagraphs, both, sb3, sbx; got fast"),
+        (["--modes", "fast"], "--modes takes eager, twin, compile, cudagraphs, both, seeds, seeds_both, sb3, sbx; got fast"),
         (["--modes", "sbx"], "--modes sb3 and sbx need --peers"),
         (["--profile", "long"], "--profile takes quick, speed, full, learning; got long"),
         (["--cluster", "pbs"], "--cluster takes local, slurm; got pbs"),
@@ -671,6 +702,8 @@ def test_ctrl_c_cancels_the_jobs_on_slurm(house, cluster):
         ({"hardware": {"cpu": "A CPU"}}, "hardware"),
         ({"sps": "fast"}, "sps"),
         ({"sps": float("nan")}, "sps"),
+        ({"episodic_return": [1.0, "high"]}, "episodic_return"),
+        ({"seeds": 4}, "seeds"),
         ({"wall_seconds": "long"}, "wall_seconds"),
         ({"gpu_busy_seconds": "many"}, "gpu_busy_seconds"),
         ({"status": "failed"}, "reason"),
