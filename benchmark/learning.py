@@ -138,9 +138,17 @@ def drawn_curves(runs: list[dict], curves: list[dict]) -> list[dict]:
     return [curve for curve in found if curve and len(curve["step"]) > 1]
 
 
+def at_work(seconds: list[float]) -> np.ndarray:
+    """The seconds of a curve without those for which its run stood still, as do steps that take five times the usual."""
+    taken = np.diff(seconds)
+    usual = np.median(taken)
+    return seconds[0] + np.cumsum([0, *np.where(taken > 5 * usual, usual, taken)])
+
+
 def draw(axis, curves: list[dict], key: str) -> None:
     """Return against steps or time: single seeds thin, and the mean of those that are through, with its interval."""
     scale = {"step": 1e6, "seconds": 60}[key]
+    curves = [curve | {"seconds": at_work(curve["seconds"])} for curve in curves]
     most = max(curve["step"][-1] for curve in curves)
     through = [curve for curve in curves if curve["step"][-1] >= THROUGH * most]
     alone = through if len(through) == 1 else []

@@ -208,3 +208,13 @@ def test_the_scaling_table_shows_from_where_another_resource_binds():
     assert "**" not in tables.scaling_table(envs)
     figure = plots.plot_scaling([*batches, *widths, *envs])
     assert [axis.get_xlabel() for axis in figure.axes[:3]] == ["environments", "batch", "width"]
+
+
+def test_time_for_which_a_run_stood_still_is_left_out():
+    assert learning.at_work([20.0, 22.0, 24.0, 1024.0, 1027.0]).tolist() == [
+        20,
+        22,
+        24,
+        pytest.approx(26.5),
+        pytest.approx(29.5),
+    ]
