@@ -4,9 +4,10 @@
 
 Times <script>_seeds.py with --compile for each number of agents, and as many processes of the twin at a time, which share the
 cores and have a thread each where these are too few; and, for the numbers of --workers, the same with an environment in a
-process of its own (--env-workers). Steps/s are the sum over agents, memory that of all processes. Everything once, then
-again, R times. Nothing else may run meanwhile; it takes a quarter of an hour a script on two cores. FILE gets a line a run.
-docs/tricks.md shows benchmark/results/agents.jsonl.
+process of its own (--env-workers). Steps/s are the sum over agents, which flatters processes a little, for they do not all
+begin to learn at once; memory is that of all processes. Everything once, then again, R times. Nothing else may run
+meanwhile; it takes five minutes a script and round on two cores. FILE gets a line a run. docs/tricks.md shows
+benchmark/results/agents.jsonl.
 
 Exit status: 0 all runs are timed, 1 one has failed, 2 a bad argument.
 """

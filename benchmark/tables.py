@@ -220,15 +220,15 @@ def roofline_table(lines: list[dict]) -> str:
 
 @by_machine
 def agents_table(lines: list[dict]) -> str:
-    """Steps/s over all agents in one process, with the environments in processes of their own, and in a process an agent."""
+    """Steps/s over all agents in one process, with the environments in processes of their own, and in a process an agent.
+
+    Of memory the least of several runs: the first of them compiles.
+    """
     rows = []
     for (script, agents), group in by(lines, "script", "agents").items():
         modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
         speeds = [spread([line["sps"] for line in modes[mode]]) if mode in modes else "" for mode in AGENT_MODES]
-        memory = [
-            f"{statistics.median(line['memory_mb'] for line in modes[mode]):.0f}" if mode in modes else ""
-            for mode in AGENT_MODES
-        ]
+        memory = [f"{min(line['memory_mb'] for line in modes[mode]):.0f}" if mode in modes else "" for mode in AGENT_MODES]
         medians = {mode: statistics.median(line["sps"] for line in runs) for mode, runs in modes.items()}
         ratio = f"{medians['seeds'] / medians['processes']:.2f}" if medians.keys() >= {"seeds", "processes"} else ""
         rows.append([f"{script}, {agents}", *speeds, ratio, *memory])

@@ -188,7 +188,7 @@ def sample_batch(buffer: Tensor, size: Tensor, batch_size: int, obs_dim: int, ac
     """
     indices = torch.randint(2**62, (batch_size,), device=buffer.device) % size
     obs, actions, scalars, next_obs = buffer.index_select(0, indices).split([obs_dim, action_dim, 2, obs_dim], dim=1)
-    return obs, actions, *scalars.unbind(1), next_obs
+    return obs, actions, *scalars.unbind(-1), next_obs
 
 
 def sample_actions(mean: Tensor, log_std: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -443,11 +443,11 @@ if __name__ == "__main__":
     num_envs = args.num_envs
     capacity, row_dim = 0 if args.evaluate else args.buffer_size // num_envs * num_envs, 2 * obs_dim + action_dim + 2
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
-    if 4 * capacity * row_dim > free:
-        refuse(f"--buffer-size {capacity} needs {4 * capacity * row_dim / 2**30:.1f} GiB, {free / 2**30:.1f} are free")
+    if (needed := 4 * capacity * row_dim) > free:
+        refuse(f"--buffer-size {capacity} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free")
     buffer = torch.zeros(capacity, row_dim, device=device)
     # On the host, what the environments show, and a step. Neither changes before the device has given actions, so has read it.
-    obs, row = np.zeros((num_envs, obs_dim), dtype=np.float32), torch.zeros(num_envs, row_dim)
+    obs, row = np.zeros((len(env_fns), obs_dim), dtype=np.float32), torch.zeros(len(env_fns), row_dim)
     size = torch.ones((), dtype=torch.int64, device=device)  # rows in use; 1 at first: warming up divides by it
     columns = np.cumsum([obs_dim, action_dim, 1, 1])
     row_obs, row_actions, row_rewards, row_terminated, row_next_obs = np.split(row.numpy(), columns, axis=1)

@@ -39,8 +39,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 from filelock import FileLock, Timeout
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from gymnasium.vector.utils import batch_space
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import CudaGraphModule
 from torch import Tensor, nn, optim
 from torch.func import functional_call
@@ -54,7 +53,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: int = 1  # seed of the first agent
     num_seeds: int = 4  # the number of agents, whose seeds count up from --seed
-    seeds: tuple[int, ...] = ()  # the seeds of the agents, in place of those
+    seeds: tuple[int, ...] | None = None  # the seeds of the agents, in place of those
     cuda: bool = True  # use a CUDA device if there is one
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: also bfloat16 on the CPU
     track: bool = False  # also send the logs to Weights & Biases
@@ -63,8 +62,8 @@ class Args:
     capture_video: bool = False  # record videos of the first environment under runs/<run>/videos
     save_model: bool = False  # write a checkpoint at the end
     checkpoint_every: int | None = None  # agent steps between two checkpoints, of which the newest two are kept
-    resume: tuple[Path, ...] = ()  # go on with the runs of these checkpoints or folders, one for each seed, in their order
-    evaluate: tuple[Path, ...] = ()  # do not train, evaluate these checkpoints or folders, one for each seed, in their order
+    resume: tuple[Path, ...] | None = None  # go on with the runs of these checkpoints or folders, one for each seed
+    evaluate: tuple[Path, ...] | None = None  # do not train, evaluate these checkpoints or folders, one for each seed
     eval_episodes: int | None = None  # how many episodes to evaluate the agent over at the end; 10 with --evaluate
     log_every: int = 100  # agent steps between two log entries
     compile: bool = False  # compile the policy and the gradient step with torch.compile
@@ -93,7 +92,8 @@ def check_args(args: Args) -> None:
     ranges = {
         "seed": (0, 2**63 - 1),
         **dict.fromkeys(("log_every", "checkpoint_every", "eval_episodes", "total_timesteps", "num_envs"), (1, math.inf)),
-        **dict.fromkeys(("num_seeds", "batch_size", "policy_frequency", "target_network_frequency"), (1, math.inf)),
+        **dict.fromkeys(("batch_size", "policy_frequency", "target_network_frequency"), (1, math.inf)),
+        "num_seeds": (1, min(4096, 2**63 - args.seed)),
         "learning_starts": (0, math.inf if args.evaluate else args.total_timesteps - 1),
         "buffer_size": (0 if args.evaluate else max(args.batch_size, args.num_envs), math.inf),
         **dict.fromkeys(("updates_per_step", "policy_lr", "q_lr", "alpha"), (0, math.inf)),
@@ -105,8 +105,10 @@ def check_args(args: Args) -> None:
             refuse(f"--{name.replace('_', '-')} takes a number from {low} to {high}, got {value}")
     if args.resume and args.evaluate:
         refuse("--resume and --evaluate exclude each other")
-    if len(set(args.seeds)) < len(args.seeds) or not all(0 <= seed < 2**63 for seed in args.seeds):  # [seeds 1]
+    if args.seeds and (len({*args.seeds}) < len(args.seeds) or not all(0 <= seed < 2**63 for seed in args.seeds)):  # [seeds 1]
         refuse(f"--seeds takes different numbers from 0 to {2**63 - 1}, got {' '.join(map(str, args.seeds))}")
+    if () in (args.seeds, args.resume, args.evaluate):
+        refuse("--seeds, --resume and --evaluate take at least one value")
     if args.track or (args.env_workers and args.capture_video):
         refuse("--track follows one agent a process" if args.track else "--env-workers and --capture-video exclude each other")
 
@@ -183,7 +185,7 @@ class Actor(nn.Module):
 
     def __init__(self, obs_dim: int, action_dim: int, device: torch.device):
         super().__init__()
-        self.fc1 = Linear(obs_dim, 256, device=device)
+        self.fc1 = Linear(obs_dim, 256, device=device)  # [seeds 2]
         self.fc2 = Linear(256, 256, device=device)
         self.fc_out = Linear(256, 2 * action_dim, device=device)
 
@@ -223,16 +225,16 @@ def normal(streams: Tensor, *shape: int) -> Tensor:
     return (math.sqrt(2) * torch.erfinv(2 * uniform(streams, *shape) - 1)).float()
 
 
-def sample_batch(
-    streams: Tensor, buffer: Tensor, size: Tensor, batch_size: int, obs_dim: int, action_dim: int
-) -> tuple[Tensor, ...]:
+# [seeds 2, 3]
+def sample_batch(draws: Tensor, buffer: Tensor, size: Tensor, obs_dim: int, action_dim: int) -> tuple[Tensor, ...]:
     """Draw transitions uniformly, with replacement, from the first `size` rows of the replay buffer.
 
     A row is a whole transition, which one gather fetches. `size` is a tensor: a captured graph would not see a number grow.
-    Returns obs (batch, obs_dim), actions (batch, action_dim), rewards, terminated (batch,), of 0.0 and 1.0, and next_obs.
+    draws: (agents, batch), numbers between 0 and 1 that choose the rows. Returns obs (agents, batch, obs_dim), actions
+    (agents, batch, action_dim), rewards, terminated (agents, batch), of 0.0 and 1.0, and next_obs.
     """
     firsts = torch.arange(len(buffer), device=buffer.device)[:, None] * buffer.shape[1]  # [seeds 2]
-    indices = (uniform(streams, batch_size) * size).long() + firsts
+    indices = (draws * size).long() + firsts
     rows = buffer.flatten(0, 1).index_select(0, indices.flatten()).view(*indices.shape, -1)
     obs, actions, scalars, next_obs = rows.split([obs_dim, action_dim, 2, obs_dim], dim=-1)
     return obs, actions, *scalars.unbind(-1), next_obs
@@ -432,13 +434,17 @@ class Loggers:
         """Write the episodes and metrics, (agents, ...), of each agent."""
         means = [metric.reshape(len(self.each), -1).mean(dim=1) for metric in metrics.values()]
         values = torch.stack(means, dim=1).cpu() if means else torch.zeros(len(self.each), 0)  # sync: one for all
-        Logger.start = self.start
+        for logger in self.each:
+            logger.start = self.start
         self.call(lambda index, logger: logger.log(step, dict(zip(metrics, values[index], strict=True))))
         self.sps = len(self.each) * max(logger.sps or 0 for logger in self.each)
         returns = [value for logger in self.each for _, value, _ in logger.episodes[-10:]]
         self.bar.set_postfix_str(f"SPS {self.sps:.0f}{f', return {np.mean(returns):.1f}' if returns else ''}", refresh=False)
-        with suppress(OSError):
+        try:
             self.bar.update(step - self.bar.n)
+        except OSError:  # nobody reads it any more
+            self.bar.disable, sys.stderr = True, open(os.devnull, "w")
+            signal.raise_signal(signal.SIGTERM)
 
     def close(self) -> None:
         """End all logs."""
@@ -451,9 +457,9 @@ class Loggers:
         returns = [[value for _, value, _ in logger.episodes] for logger in self.each]
         for name, last in {"episodic_return": 100, "episodic_return_10": 10}.items():
             measured[name] = [float(np.mean(values[-last:])) if values else None for values in returns]
-        seeds = {"num_seeds": len(self.each), "seeds": [logger.args.seed for logger in self.each]}
-        measured |= {"sps": self.sps, "episodes": [len(values) for values in returns]}
-        self.each[0].print_summary(**asdict(self.args) | seeds | measured)
+        seeds = [logger.args.seed for logger in self.each]
+        measured |= {"seed": seeds[0], "num_seeds": len(seeds), "seeds": seeds, "sps": self.sps}
+        self.each[0].print_summary(**asdict(self.args) | measured, episodes=[len(values) for values in returns])
 
 
 def stop_when_asked(asked: list[int], first: str | None = None) -> None:
@@ -513,12 +519,12 @@ def of_each(args: Args) -> list[Args]:
     paths = args.resume or args.evaluate or [None] * len(seeds)
     if len(paths) != len(seeds):
         refuse(f"--resume and --evaluate take a path for each of the {len(seeds)} seeds, got {len(paths)}")
-    if all(path and path.is_dir() for path in paths):
+    if args.resume and all(path.is_dir() for path in paths):
         common = set.intersection(*({file.name for file in path.glob("[0-9]*.pt")} for path in paths))
         newest = max(common, key=lambda name: (paths[0] / name).stat().st_mtime_ns, default="")
         paths = [path / newest for path in paths]
     kind = "resume" if args.resume else "evaluate"
-    return [replace(args, seed=seed, num_seeds=1, seeds=(), **{kind: path}) for seed, path in zip(seeds, paths, strict=True)]
+    return [replace(args, seed=seed, num_seeds=1, seeds=None, **{kind: path}) for seed, path in zip(seeds, paths, strict=True)]
 
 
 def of_agent(tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:
@@ -601,9 +607,15 @@ if __name__ == "__main__":
         refuse(f"--resume takes checkpoints of one step, got those of {', '.join(str(step) for step, *_ in progress)}")
     # Stepped in turn, each reset in the step that ends its episode. copy=False: an observation is copied once, into the row.
     env_fns = [partial(make_env, args, args.capture_video and index == 0) for index in range(num_agents * args.num_envs)]
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # [seeds 4] workers leave Ctrl+C to this process
-    envs = (AsyncVectorEnv if args.env_workers else SyncVectorEnv)(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
-    signal.signal(signal.SIGINT, interrupt)
+    # [seeds 4] Workers leave Ctrl+C and SIGHUP to this process. They are ended without the answer to a step that it broke off.
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT))}
+    for number in handlers:
+        signal.signal(number, signal.SIG_IGN)
+    make_envs = gym.vector.AsyncVectorEnv if args.env_workers else SyncVectorEnv
+    envs = make_envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs.close = partial(envs.close, terminate=args.env_workers)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(envs.single_action_space.shape)
     bounds = np.stack([envs.single_action_space.low.ravel(), envs.single_action_space.high.ravel()])
     action_low, action_high = torch.tensor(bounds, dtype=torch.float32, device=device)
@@ -659,11 +671,12 @@ if __name__ == "__main__":
             mean, log_std = actor(obs.view(num_agents, num_envs, obs_dim))  # [seeds 2]
             noise = normal(streams, num_envs, action_dim)  # [seeds 3]
             actions = torch.tanh(mean + log_std.exp() * noise).flatten(0, 1) * action_scale + action_bias
-            return actions.nan_to_num().clamp(action_low, action_high)  # the scaling may round to just outside
+            return actions.nan_to_num().clamp(action_low, action_high)  # [seeds 4] those of a lost agent, too
 
     def update_critic(update_target: bool) -> Tensor:
         """One gradient step of the critics on a new batch, whose observations, (batch_size, obs_dim), it returns."""
-        obs, actions, rewards, terminated, next_obs = sample_batch(streams, buffer, size, batch_size, obs_dim, action_dim)
+        draws = uniform(streams, batch_size)  # [seeds 3]
+        obs, actions, rewards, terminated, next_obs = sample_batch(draws, buffer, size, obs_dim, action_dim)
         actions = (actions - action_bias) / action_scale
         with torch.no_grad():
             next_actions, next_log_prob = sample_actions(streams, *actor(next_obs), action_scale)
@@ -691,7 +704,7 @@ if __name__ == "__main__":
         losses["actor_loss"].copy_(policy_loss.detach())  # [fast 3]
         if autotune:
             temperature_loss = alpha_loss(log_alpha, log_prob.detach(), -float(action_dim))
-            (grad,) = torch.autograd.grad(temperature_loss.sum(), log_alpha)  # [fast 2]
+            (grad,) = torch.autograd.grad(temperature_loss.sum(), log_alpha)  # [fast 2] [seeds 2]
             adam_step(alpha_state, grad, args.q_lr)
             losses["alpha_loss"].copy_(temperature_loss.detach())  # [fast 3]
 
@@ -704,7 +717,7 @@ if __name__ == "__main__":
     def best_action(obs: np.ndarray, agent: int) -> np.ndarray:  # [seeds 2]
         """The policy's mean action at an observation, as an environment takes it."""
         with torch.no_grad():
-            mean, _ = actor(torch.as_tensor(obs, dtype=torch.float32, device=device).reshape(1, -1).expand(num_agents, 1, -1))
+            mean, _ = actor(torch.as_tensor(obs, dtype=torch.float32, device=device).view(1, obs_dim))
             action = (torch.tanh(mean[agent]) * action_scale + action_bias).clamp(action_low, action_high)
             return action.cpu().numpy().reshape(envs.single_action_space.shape)
 
@@ -722,13 +735,12 @@ if __name__ == "__main__":
         envs.envs[0] = gym.wrappers.RecordVideo(envs.envs[0], str(videos), disable_logger=True)
     drawn = [np.random.SeedSequence([seed, global_step]).generate_state(1 + num_envs).tolist() for seed in seeds]  # [seeds 1]
     noise_seeds, env_seeds = [first for first, *_ in drawn], [seed for _, *others in drawn for seed in others]
-    action_spaces = [batch_space(envs.single_action_space, num_envs) for _ in seeds]
-    for action_space, noise_seed in zip(action_spaces, noise_seeds, strict=True):
-        action_space.seed(noise_seed)
+    action_space = gym.spaces.Tuple([gym.vector.utils.batch_space(envs.single_action_space, num_envs) for _ in seeds])
+    action_space.seed(noise_seeds)
     obs[:] = envs.reset(seed=env_seeds)[0].reshape(obs.shape)
 
     stopping, eval_returns, startup_seconds = [], [], None
-    with closing(envs), closing(logger), suppress(KeyboardInterrupt, BrokenPipeError):
+    with closing(envs), closing(logger), suppress(KeyboardInterrupt, *[BrokenPipeError] * (not args.env_workers)):
         stop_when_asked(stopping)
         # [fast 1] The policy and the two halves of a gradient step are a graph each. Measured: 1.57 times the eager steps/s.
         if args.compile:
@@ -762,7 +774,7 @@ if __name__ == "__main__":
         logger.start = global_step, time.perf_counter()
         while not last:
             if global_step < args.learning_starts:
-                actions = np.stack([space.sample() for space in action_spaces]).reshape(row_actions.shape)  # [seeds 1]
+                actions = np.stack(action_space.sample()).reshape(row_actions.shape)  # [seeds 1]
             else:
                 if updates == first_update:
                     logger.start = global_step, time.perf_counter()  # SPS counts from the first step that learns
@@ -799,7 +811,8 @@ if __name__ == "__main__":
             logger.bar.close()
             stop_when_asked(stopping)
             for index, own in enumerate(logger.each):  # [seeds 4]
-                eval_returns.append(list(evaluate(own.args, own.folder, partial(best_action, agent=index))))
+                policy = partial(best_action, agent=index)
+                eval_returns.append([] if own in logger.lost else list(evaluate(own.args, own.folder, policy)))
         stop_when_asked(stopping, first="the end of the logs")
     measured = {"total_timesteps": global_step, "updates": updates, "device": device.type, "eval_returns": eval_returns}
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from conftest import LEANRL, OFF_POLICY, SCRIPTS, SHORT, TWINS, cli, environment, load, play, rendering, run
+from conftest import LEANRL, OFF_POLICY, SCRIPTS, SEEDS, SHORT, TWINS, cli, environment, load, play, rendering, run
 from gymnasium.utils.save_video import capped_cubic_video_schedule
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -118,7 +118,7 @@ def test_bad_arguments_are_refused_in_one_line(name, tmp_path):
     assert list(tmp_path.iterdir()) in ([], [tmp_path / "MUJOCO_LOG.TXT"])
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])
+@pytest.mark.parametrize("name", [*SCRIPTS, *TWINS, *SEEDS])
 def test_arguments_of_every_script_are_checked_and_explained(name, monkeypatch, capfd):
     with pytest.raises(SystemExit) as raised:
         run(name, "--gamma", "2")
@@ -134,7 +134,7 @@ def test_arguments_of_every_script_are_checked_and_explained(name, monkeypatch, 
         [words] = re.findall(rf"(?m)^    {field.name}: .*  # (\S.*)$", source)
         # Behind the argument, or behind both of its forms if it is a switch, and what it takes.
         flag = field.name.replace("_", "-")
-        assert re.search(rf" --{flag}(, --no-{flag}| \S+)? {re.escape(words)} \(default: ", told), field.name
+        assert re.search(rf" --{flag}(, --no-{flag}| \S.{{,60}}?)? {re.escape(words)} \(default: ", told), field.name
 
 
 def summary_and_log(name: str, args: tuple[str, ...], directory: Path) -> tuple[dict, EventAccumulator]:

@@ -6,7 +6,18 @@ import math
 import pytest
 import torch
 import torch._inductor.config
-from conftest import OFF_POLICY, SCRIPTS, SHORT, assert_same_numbers, play, profile, profile_shares, resume_with_warm_up, run
+from conftest import (
+    OFF_POLICY,
+    SCRIPTS,
+    SEEDS,
+    SHORT,
+    assert_same_numbers,
+    play,
+    profile,
+    profile_shares,
+    resume_with_warm_up,
+    run,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,6 +53,20 @@ def test_twin_on_cuda(script, flags):
     assert all(torch.isfinite(loss).all() for loss in twin["losses"].values())
     assert_policy_is_random(twin)
     assert_no_wait(twin)
+
+
+@pytest.mark.parametrize("flags", MODES, ids=lambda flags: "".join(flags) or "no flag")
+@pytest.mark.parametrize("name", SEEDS)
+def test_agents_on_cuda(name, flags):
+    """They draw the same numbers with each of the flags, and on the CPU."""
+    args = (*REACHER, "--learning-starts", 64, "--total-timesteps", 85, "--num-seeds", 3)
+    on_cpu, together = run(name, *args), run(name, *args, *flags, cuda=True)
+    assert together["device"].type == "cuda"
+    assert together["cudagraphs"] == ("--cudagraphs" in flags)
+    assert together["updates"] == 20
+    for tensor, expected in zip(together["tensors"].values(), on_cpu["tensors"].values(), strict=True):
+        torch.testing.assert_close(tensor.detach().cpu(), expected.detach(), rtol=1e-3, atol=1e-3)
+    assert_no_wait(together)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

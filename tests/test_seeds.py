@@ -6,6 +6,7 @@ import math
 import random
 import re
 import signal
+import subprocess
 import time
 from contextlib import contextmanager
 from functools import cache
@@ -15,6 +16,7 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from capture import captured_on_cpu
@@ -138,7 +140,7 @@ def test_agents_do_not_depend_on_each_other(name, monkeypatch, capfd):
     def train(fault: str | None, *seeds: int) -> dict:
         monkeypatch.setattr(Faulty, "made", count())
         monkeypatch.setattr(Faulty, "fault", fault)
-        return run(name, *world, "--log-every", "10", "--seeds", *seeds)
+        return run(name, *world, "--log-every", "10", "--eval-episodes", "2", "--seeds", *seeds)
 
     whole = train(None, 1, 2, 3, 4)
     assert whole["updates"] == 49
@@ -151,13 +153,17 @@ def test_agents_do_not_depend_on_each_other(name, monkeypatch, capfd):
     with pytest.raises(SystemExit) as raised:
         train("reward", 1, 2, 3, 4)
     assert raised.value.code == 1
-    [line] = [line for line in capfd.readouterr().err.splitlines() if "not finite" in line]
+    told = capfd.readouterr()
+    [line] = [line for line in told.err.splitlines() if "not finite" in line]
     assert line == f"{name}.py: error: environment 0, step 6: a number is not finite; the agent of seed 2 is lost"
     frame = raised.traceback[-1].frame
     broken = {key: frame.f_globals[key] for key in ("of_agent", "tensors", "buffer", "episodes")}
     torch.testing.assert_close(others(broken), others(whole), rtol=0, atol=0)
     assert not of_agent(broken, 1)["critic.params.fc1.weight"].isfinite().all()
     assert [len(ended) for ended in broken["episodes"]] == [20, 1, 20, 20]
+    summary = json.loads(told.out)
+    assert summary["eval_returns"] == [[3, 3], [], [3, 3], [3, 3]]
+    assert summary["episodic_return"] == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("name", SEEDS)
@@ -168,7 +174,8 @@ def test_agents_are_as_different_as_runs(name):
     numbers = torch.stack([*first.flatten(1), *second.flatten(1)])
     assert (torch.corrcoef(numbers) - torch.eye(4)).abs().max() < 0.15
     buffer, size = torch.arange(2 * 50 * 6.0).view(2, 50, 6), torch.tensor(40)
-    obs, actions, rewards, terminated, next_obs = load(name)["sample_batch"](streams, buffer, size, 4000, 1, 2)
+    draws = load(name)["uniform"](streams, 4000)
+    obs, actions, rewards, terminated, next_obs = load(name)["sample_batch"](draws, buffer, size, 1, 2)
     assert [tuple(part.shape) for part in (obs, actions, rewards, terminated, next_obs)] == [
         (2, 4000, 1),
         (2, 4000, 2),
@@ -309,7 +316,10 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path, capfd):
 
     assert refusal("--seeds", "1", "2", "1") == f"--seeds takes different numbers from 0 to {2**63 - 1}, got 1 2 1"
     assert refusal("--seeds", "-1").startswith("--seeds takes different numbers from 0 to")
-    assert refusal("--num-seeds", "0") == "--num-seeds takes a number from 1 to inf, got 0"
+    assert refusal("--num-seeds", "0") == "--num-seeds takes a number from 1 to 4096, got 0"
+    assert refusal("--seed", str(2**63 - 1), "--num-seeds", "2") == "--num-seeds takes a number from 1 to 1, got 2"
+    for flag in ("--seeds", "--resume", "--evaluate"):
+        assert refusal(flag) == "--seeds, --resume and --evaluate take at least one value"
     assert refusal("--track") == "--track follows one agent a process"
     assert refusal("--env-workers", "--capture-video") == "--env-workers and --capture-video exclude each other"
     assert refusal("--buffer-size", "100000000", "--seeds", *map(str, range(100))).startswith("--buffer-size 100000000 needs ")
@@ -333,26 +343,12 @@ def test_environments_in_processes_of_their_own_compute_the_same(tmp_path):
         assert sum(map(len, in_turn["episodes"])) > 5
 
 
-def test_ctrl_c_ends_agents_and_workers_in_order_with_checkpoints(tmp_path):
-    process = start(
-        "td3_continuous_action_seeds", tmp_path, *QUICK, "--num-seeds", "2", "--env-workers", "--checkpoint-every", "100"
-    )
-    while len(checkpoints(tmp_path)) < 2 and process.poll() is None:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    output, error = process.communicate(timeout=60)
-    assert process.returncode == 130, error
-    summary = json.loads(output)
-    assert summary["num_seeds"] == 2 == len(summary["episodic_return"])
-    assert [int(path.stem) for path in checkpoints(tmp_path)[-2:]] == [summary["total_timesteps"]] * 2
-    assert "Traceback" not in error
-
-
 @pytest.mark.parametrize("name", SEEDS)
 def test_a_folder_and_the_summary_hold_what_a_run_of_one_has(name, tmp_path, capfd):
     play(name, *QUICK, "--seeds", "4", "9", "--total-timesteps", "150", "--log-every", "50", directory=tmp_path)
     summary = json.loads(capfd.readouterr().out)
-    assert (summary["seeds"], summary["num_seeds"], summary["total_timesteps"], summary["updates"]) == ([4, 9], 2, 150, 99)
+    assert (summary["seed"], summary["seeds"], summary["num_seeds"]) == (4, [4, 9], 2)
+    assert (summary["total_timesteps"], summary["updates"]) == (150, 99)
     for index, seed in enumerate((4, 9)):
         single = play(
             twin_of(name), *QUICK, "--seed", seed, "--total-timesteps", "150", "--log-every", "50", directory=tmp_path
@@ -365,3 +361,75 @@ def test_a_folder_and_the_summary_hold_what_a_run_of_one_has(name, tmp_path, cap
         assert summary["episodes"][index] == len(returns)
         assert summary["episodic_return"][index] == pytest.approx(np.mean(returns[-100:]))
         assert summary["episodic_return_10"][index] == pytest.approx(np.mean(returns[-10:]))
+
+
+def start_with_workers(directory: Path) -> tuple[subprocess.Popen, list[psutil.Process]]:
+    """Start agents whose environments have processes of their own; returns these, too, once there are checkpoints."""
+    options = (*QUICK, "--num-seeds", "2", "--env-workers", "--checkpoint-every", "100")
+    process = start("td3_continuous_action_seeds", directory, *options)
+    while len(checkpoints(directory)) < 2 and process.poll() is None:
+        time.sleep(0.02)
+    return process, psutil.Process(process.pid).children(recursive=True)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_signal_for_all_processes_ends_agents_in_order_and_with_checkpoints(number, status, tmp_path):
+    """As Ctrl+C and a closed terminal send it."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests run under nohup, it is ignored
+    process, workers = start_with_workers(tmp_path)
+    for one in (*workers, process):
+        one.send_signal(number)
+    output, error = process.communicate(timeout=60)
+    assert process.returncode == status, error
+    summary = json.loads(output)
+    assert summary["num_seeds"] == 2 == len(summary["episodic_return"])
+    assert [int(path.stem) for path in checkpoints(tmp_path)[-2:]] == [summary["total_timesteps"]] * 2
+    assert "Traceback" not in error
+    assert not any(worker.is_running() for worker in workers)
+
+
+def test_a_second_ctrl_c_ends_a_run_whose_environments_do_not_answer(tmp_path):
+    process, workers = start_with_workers(tmp_path)
+    workers[-1].suspend()
+    for _ in range(2):
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    workers[-1].resume()  # what is suspended cannot be ended, either
+    output, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert json.loads(output)["num_seeds"] == 2
+
+
+def test_a_run_of_which_a_worker_is_killed_fails(tmp_path):
+    process, workers = start_with_workers(tmp_path)
+    workers[0].kill()
+    output, error = process.communicate(timeout=60)
+    assert process.returncode == 1, error
+    assert not output
+    assert len(checkpoints(tmp_path)) >= 2
+
+
+def test_agents_whose_errors_nobody_reads_any_more_are_saved_and_end(tmp_path):
+    process = start("td3_continuous_action_seeds", tmp_path, *QUICK, "--num-seeds", "2", "--save-model")
+    process.stderr.read(100)  # as in `2>&1 | head -c 100`
+    process.stderr.close()
+    output = process.stdout.read()
+    assert process.wait(timeout=60) == 143
+    assert {int(path.stem) for path in checkpoints(tmp_path)} == {json.loads(output)["total_timesteps"]}
+
+
+def test_agents_go_on_without_one_that_was_lost(tmp_path, monkeypatch, capfd):
+    name = "td3_continuous_action_seeds"
+    world = ("--env-id", "envs:Faulty-v0", "--learning-starts", "4", "--batch-size", "8", "--log-every", "2")
+    monkeypatch.setattr(Faulty, "made", count())
+    monkeypatch.setattr(Faulty, "fault", "reward")
+    with pytest.raises(SystemExit):
+        run(name, *world, "--checkpoint-every", "2", "--total-timesteps", "20", "--num-seeds", "3", directory=tmp_path)
+    folders = sorted(tmp_path.glob("runs/*"))
+    assert [sorted(int(path.stem) for path in folder.glob("*.pt")) for folder in folders] == [[18, 20], [2, 4], [18, 20]]
+    options = ("--checkpoint-every", "2", "--total-timesteps", "30", "--seeds", "1", "3", "--resume", folders[0], folders[2])
+    monkeypatch.setattr(Faulty, "fault", None)
+    assert run(name, *world, *options, directory=tmp_path)["updates"] == 25
+    evaluated = run(name, *world, "--eval-episodes", "1", "--num-seeds", "3", "--evaluate", *folders, directory=tmp_path)
+    assert evaluated["eval_returns"] == [[3], [3], [3]]

@@ -91,8 +91,21 @@ def test_twin_sections_are_identical(script):
 
 @pytest.mark.parametrize("name", SEEDS)
 def test_agents_at_once_have_all_that_the_twin_has(name):
+    own, twin = definitions(name), definitions(SIBLINGS[name][0])
     assert sections(name)["Environment"] == sections(SIBLINGS[name][0])["Environment"]
-    assert definitions(name).keys() > definitions(SIBLINGS[name][0]).keys()
+    assert own.keys() - twin.keys() == {
+        "Linear",
+        "stack",
+        "uniform",
+        "normal",
+        "Loggers",
+        "of_each",
+        "of_agent",
+        "save_checkpoints",
+    }
+    changed = {definition for definition in twin if own[definition] != twin[definition]}
+    noise = "sample_actions" if name.startswith("sac") else "smooth"
+    assert changed == {"Args", "check_args", "EnsembleLinear", "Critic", "Actor", "sample_batch", noise, "Logger"}
 
 
 @pytest.mark.parametrize("name", SIBLINGS)
@@ -101,7 +114,7 @@ def test_every_hunk_of_the_diff_is_tagged(name):
     first, second = text(sibling).splitlines(), text(name).splitlines()
     opcodes = difflib.SequenceMatcher(a=first, b=second, autojunk=False).get_opcodes()
     changed = [(a, b, c, d) for kind, a, b, c, d in opcodes if kind != "equal"]
-    body = next(index for index, line in enumerate(second) if line.startswith("# ---- Algorithm"))
+    body = next(index for index, line in enumerate(second) if line.startswith("# ---- Environment"))
     for _, _, start, end in changed:
         if start > body and end > start:
             # A hunk may be one statement of a passage whose tag stands a few lines above.
