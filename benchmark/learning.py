@@ -108,12 +108,17 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
 
 
 def ablation_table(lines: list[dict]) -> str:
-    """Mean return of the last training episodes of each variant, with its interval."""
+    """Mean return of the last training episodes of each variant, with its interval, below that of the script as it is."""
+    path = PUBLISHED / "learning.jsonl"
+    whole = [line | {"variant": "as it is"} for line in (results.read(path) if path.exists() else [])]
+    compared = {(line["algorithm"], line["env_id"]) for line in lines}
+    lines = [line for line in [*whole, *lines] if (line["algorithm"], line["env_id"]) in compared]
     rows = []
-    for (env_id, variant), runs in by(trained(lines), "env_id", "variant").items():
-        values = [told(run["episodic_return"]) for run in runs]
-        most = millions(max(run["total_timesteps"] for run in runs))
-        rows.append([f"{env_id}: {variant}", most, str(len(runs)), reached(runs), ", ".join(values)])
+    for (env_id,), of_env in by(trained(lines), "env_id").items():
+        for (variant,), runs in by(of_env, "variant").items():
+            values = [told(run["episodic_return"]) for run in runs]
+            most = millions(max(run["total_timesteps"] for run in runs))
+            rows.append([f"{env_id}: {variant}", most, str(len(runs)), reached(runs), ", ".join(values)])
     return f"{markdown(['', 'steps', 'seeds', 'mean return [95 % interval]', 'by seed'], rows)}\n\n{made_with(lines)}"
 
 

@@ -130,6 +130,13 @@ def test_variants_have_a_table_of_their_own(sweep):
     assert not (learning.PUBLISHED / "learning.jsonl").exists()
     table = learning.ablation_table(results.read(learning.PUBLISHED / "ablation.jsonl")).split("\n")
     assert [row.split(" | ")[0] for row in table[2:4]] == ["| HalfCheetah-v4: truncation", "| HalfCheetah-v4: both"]
+    results.replace(learning.PUBLISHED / "learning.jsonl", [line(1, 500.0), line(1, 500.0, env_id="Hopper-v4")])
+    table = learning.ablation_table(results.read(learning.PUBLISHED / "ablation.jsonl")).split("\n")
+    assert [row.split(" | ")[0] for row in table[2:5]] == [
+        "| HalfCheetah-v4: as it is",
+        "| HalfCheetah-v4: truncation",
+        "| HalfCheetah-v4: both",
+    ]
 
 
 def test_plots_have_a_row_an_environment(sweep):
