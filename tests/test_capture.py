@@ -89,7 +89,7 @@ STALE = {
     ),
     "losses re-bound": (
         "td3_continuous_action",
-        'losses["qf_loss"].copy_(qf_losses.detach().mean())',
+        'losses["qf_loss"].copy_(qf_losses.detach().mean(dim=-1))',
         'losses["qf_loss"] = qf_losses.detach().mean()',
     ),
     "a rollout re-bound": ("ppo_continuous_action", SENT, REBOUND),

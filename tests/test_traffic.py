@@ -64,7 +64,7 @@ def test_copies_and_waits_are_those_of_the_table(command):
 
 TD3, PPO = "td3_continuous_action_torchcompile", "ppo_continuous_action_torchcompile --act-device device"
 NOISE, UPDATE = "torch.randn_like(mean)", '"""One gradient step on a new batch."""'
-NEXT, ROLLOUT = "obs[:] = next_obs.reshape(num_envs, obs_dim)", "buffer.copy_(rollout, non_blocking=True)"
+NEXT, ROLLOUT = "obs[:] = next_obs.reshape(obs.shape)", "buffer.copy_(rollout, non_blocking=True)"
 ACTED = "actions = act(torch.from_numpy(obs).to(device, non_blocking=True))"
 UNDER_WAY = "under way"
 WAITED, COPIED = "to the host and wait in update", "to the device and wait in update"
