@@ -173,7 +173,8 @@ def measure(script: str, names: list[str]) -> list[dict]:
             folder = Path(name) / str(names.index(setting))
             folder.mkdir()
             changes = SETTINGS[setting]
-            cache = Path(name) / f"cache{hash((changes.before, changes.replace, changes.arguments))}"
+            code = (changes.before, changes.replace, changes.arguments, changes.env.get("OMP_NUM_THREADS"))
+            cache = Path(name) / f"cache{hash(code)}"
             cold_seconds = None
             try:
                 if not cache.exists():
