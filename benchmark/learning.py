@@ -276,7 +276,8 @@ def take_over(folders: list[Path], variant: str | None = None) -> None:
         for line, curve in new:
             key = (line["job"], variant)
             if key not in found or found[key]["total_timesteps"] <= line["total_timesteps"]:
-                found[key] = line | ({"variant": variant} if variant else {})
+                resume = {"resume": Path(line["resume"]).name} if line.get("resume") else {}
+                found[key] = line | resume | ({"variant": variant} if variant else {})
                 drawn |= {(line["sweep"], line["job"]): curve} if curve else {}
     kept = sorted(found.values(), key=natural)
     for path, content in zip(files, (kept, [drawn[line["sweep"], line["job"]] for line in kept]), strict=True):

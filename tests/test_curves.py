@@ -115,12 +115,13 @@ def test_runs_are_taken_over_as_far_as_they_are(sweep):
     assert (drawn[0]["step"][-1], drawn[0]["seconds"][-1], len(drawn[0]["step"])) == (200_000, 200.0, 100)
     # Later it has ended, and takes the place of what it was, for good.
     before = (sweep / "results.jsonl").read_bytes()
-    results.append(sweep / "results.jsonl", line(9, 700.0))
+    results.append(sweep / "results.jsonl", line(9, 700.0) | {"resume": "/somewhere/runs/a_run"})
     results.append(sweep / "curves.jsonl", curve(lines[0]["job"], 1_000_000))
     learning.take_over([sweep])
     (sweep / "results.jsonl").write_bytes(before)
     learning.take_over([sweep])
-    assert [run["episodic_return"] for run in results.read(learning.PUBLISHED / "learning.jsonl")] == [700, 9000]
+    lines = results.read(learning.PUBLISHED / "learning.jsonl")
+    assert [(run["episodic_return"], run.get("resume")) for run in lines] == [(700, "a_run"), (9000, None)]
     assert results.read(learning.PUBLISHED / "learning.curves.jsonl", results.check_curve)[0]["step"] == [1, 1_000_000]
 
 
