@@ -23,7 +23,7 @@ import psutil
 import results
 import tables
 import tyro
-from job import provenance, summary_of
+from job import provenance, summary_of, usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 STARTS = 500  # agent steps before learning
@@ -85,8 +85,7 @@ def measure(script: str, mode: str, agents: int) -> dict:
         commands = [[*command, f"--num-seeds={agents}", *["--env-workers"] * (mode == "workers"), "--buffer-size=100000"]]
     else:
         commands = [[*command, f"--seed={seed}", "--buffer-size=100000"] for seed in range(1, agents + 1)]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    summaries, memory = run(commands, threads=None if len(commands) == 1 else max(1, cores // agents))
+    summaries, memory = run(commands, threads=None if len(commands) == 1 else max(1, usable_cores() // agents))
     line = {"format": results.FORMAT, "status": "ok", "script": script, "mode": mode, "agents": agents}
     line |= {"sps": sum(summary["sps"] for summary in summaries), "memory_mb": round(memory)}
     return line | provenance((sys.executable, path), dict(os.environ), None)

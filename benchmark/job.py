@@ -121,6 +121,11 @@ def git(folder: Path, *command: str) -> str:
         return ""
 
 
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def provenance(command: tuple[str, ...], env: dict[str, str], gpu: str | None) -> dict:
     """What a command, an interpreter with a script, is run with: versions, hardware, and commit of the script's checkout."""
     interpreter, script, *_ = command
@@ -129,10 +134,9 @@ def provenance(command: tuple[str, ...], env: dict[str, str], gpu: str | None) -
     answer = subprocess.run([interpreter, "-c", ASK_VERSIONS, *PACKAGES], **options).stdout
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
     cpu = next((line.partition(": ")[2] for line in cpuinfo if line.startswith("model name")), platform.processor())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "versions": json.loads(answer.splitlines()[-1]),
-        "hardware": {"cpu": cpu, "cores": cores, "gpu": gpu},
+        "hardware": {"cpu": cpu, "cores": usable_cores(), "gpu": gpu},
         "git_commit": git(folder, "rev-parse", "--verify", "HEAD") or None,
     }
 

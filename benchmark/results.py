@@ -318,39 +318,21 @@ def check_code(line: object) -> None:
         raise ValueError("has kernels that neither compile nor have an error")
 
 
-def check_roofline(line: object) -> None:
-    """Raise ValueError, with one line that says why, unless this is a line of benchmark/roofline.py."""
-    check_format(line)
-    check_finite(line)
-    check_keys(line, Bound)
+def check_of(kind: type) -> Callable[[object], None]:
+    """A check that raises ValueError, with one line that says why, unless it is given a line of a kind, of this format."""
+
+    def check(line: object) -> None:
+        check_format(line)
+        check_finite(line)
+        check_keys(line, kind)
+
+    return check
 
 
-def check_agents(line: object) -> None:
-    """Raise ValueError, with one line that says why, unless this is a line of benchmark/agents.py."""
-    check_format(line)
-    check_finite(line)
-    check_keys(line, Agents)
-
-
-def check_setting(line: object) -> None:
-    """Raise ValueError, with one line that says why, unless this is a line of benchmark/settings.py."""
-    check_format(line)
-    check_finite(line)
-    check_keys(line, Timed)
-
-
-def check_scaling(line: object) -> None:
-    """Raise ValueError, with one line that says why, unless this is a line of benchmark/scaling.py."""
-    check_format(line)
-    check_finite(line)
-    check_keys(line, Size)
-
-
-def check_literature(line: object) -> None:
-    """Raise ValueError, with one line that says why, unless this is a figure of the literature."""
-    check_format(line)
-    check_finite(line)
-    check_keys(line, Reached)
+# Of benchmark/roofline.py, agents.py, settings.py and scaling.py, and of the literature's figures.
+check_roofline, check_agents, check_setting, check_scaling, check_literature = map(
+    check_of, (Bound, Agents, Timed, Size, Reached)
+)
 
 
 def check_figure(line: object) -> None:

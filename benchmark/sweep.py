@@ -28,7 +28,7 @@ import report
 import results
 import submitit
 import tyro
-from job import Job, tail
+from job import Job, tail, usable_cores
 from places import Attempt, Slurm, ThisMachine, deaf_to_ctrl_c, submitit_log, wait_for_strays
 from record import Record, claimed, default_folder, read_outcome
 from selection import PROFILES, Args, Run, check_args, refuse, select, visible_gpus
@@ -208,7 +208,7 @@ class Sweep:
 
 def most_workers(gpus: list[str]) -> int:
     """As many runs at a time as there are GPUs or, where there are none, cores."""
-    return len(gpus) or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    return len(gpus) or usable_cores()
 
 
 def interrupt(*_) -> NoReturn:
