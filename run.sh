@@ -45,7 +45,7 @@ install() {
 }
 
 main() {
-  install .venv requirements/{requirements,mujoco,atari,benchmark,dev}.txt
+  install .venv requirements/{requirements,mujoco,classic_control,atari,benchmark,dev}.txt
   exec .venv/bin/python "$@"
 }
 

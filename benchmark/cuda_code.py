@@ -57,6 +57,7 @@ SCRIPTS = {
     "td3_continuous_action": (None, ()),
     "ppo_continuous_action": (None, ("--act-device", "device")),  # for one environment it acts in NumPy
     "ppo_atari_envpool": ("Breakout-v5", ()),
+    "dqn": ("CartPole-v1", ()),
 }
 # Many agents in one graph, with replay buffers of which 64 have room on a small machine.
 SCRIPTS |= {

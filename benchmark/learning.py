@@ -33,6 +33,7 @@ HEADLINE = {  # what the README shows of each algorithm
     "td3_continuous_action": "HalfCheetah-v4",
     "ppo_continuous_action": "HalfCheetah-v4",
     "ppo_atari_envpool": "Pong-v5",
+    "dqn": "CartPole-v1",
 }
 
 

@@ -27,6 +27,8 @@ ON_POLICY = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10}
 ON_POLICY |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}
 # The libraries advise the CPU for PPO on small networks.
 ON_POLICY |= {"device": "cpu"}
+DISCRETE = {"train_freq": 10, "batch_size": 128, "buffer_size": 10_000, "target_update_interval": 500, "learning_rate": 2.5e-4}
+DISCRETE |= {"exploration_fraction": 0.5, "policy_kwargs": {"net_arch": [120, 84]}}
 ATARI = {"n_steps": 128, "batch_size": 256, "n_epochs": 4, "learning_rate": 2.5e-4, "clip_range": 0.1, "ent_coef": 0.01}
 # The class, its policy and its options.
 ALGORITHMS = {
@@ -34,6 +36,7 @@ ALGORITHMS = {
     "td3_continuous_action": ("TD3", "MlpPolicy", OFF_POLICY),
     "ppo_continuous_action": ("PPO", "MlpPolicy", ON_POLICY),
     "ppo_atari_envpool": ("PPO", "CnnPolicy", ATARI),
+    "dqn": ("DQN", "MlpPolicy", DISCRETE),
 }
 
 

@@ -12,6 +12,7 @@ SCRIPT_STYLES = {
     "td3_continuous_action": ("#D55E00", "s"),
     "ppo_continuous_action": ("#009E73", "^"),
     "ppo_atari_envpool": ("#000000", "D"),
+    "dqn": ("#CC79A7", "v"),
 }
 MODE_COLOURS = ("#999999", "#555555", "#E69F00", "#56B4E9", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#F0E442")
 COLOURS = dict(zip(MODES, MODE_COLOURS, strict=True))

@@ -41,7 +41,12 @@ class Task:
     """and its seeds"""
     learning_starts: int | None = None
     """in the long profiles; at most 1000 in the others, for SPS counts from the first step that learns"""
-    atari: bool = False
+    env_id: str = "HalfCheetah-v4"
+    """the environment of the other profiles"""
+    env_ids: str = "env_ids"
+    """the argument that names others"""
+    peers: tuple[str, ...] = PEERS
+    """the libraries that can do it"""
 
 
 TASKS = {
@@ -62,7 +67,20 @@ TASKS = {
         learning=3_000_000,
         learning_env_ids=("Pong-v5", "Breakout-v5"),
         learning_seeds=(1, 2),
-        atari=True,
+        env_id="Breakout-v5",
+        env_ids="atari_env_ids",
+        peers=("sb3",),  # SBX has no policy for images
+    ),
+    "dqn": Task(
+        quick=30_000,
+        speed=60_000,
+        full=500_000,
+        learning=500_000,
+        learning_env_ids=("CartPole-v1", "Acrobot-v1", "MountainCar-v0"),
+        learning_seeds=(1, 2, 3, 4, 5),
+        learning_starts=10_000,
+        env_id="CartPole-v1",
+        env_ids="discrete_env_ids",
     ),
 }
 
@@ -105,6 +123,8 @@ class Args:
     """environments of the continuous scripts; HalfCheetah-v4, in the profile learning more"""
     atari_env_ids: tuple[str, ...] | None = None
     """environments of the Atari script; Breakout-v5, in the profile learning Pong-v5, too"""
+    discrete_env_ids: tuple[str, ...] | None = None
+    """environments of the script for discrete actions; CartPole-v1, in the profile learning more"""
     total_timesteps: int | None = None
     """agent steps of a run, each script's own number by default"""
     checkpoint_every: int | None = None
@@ -222,7 +242,7 @@ def runnable(mode: str, args: Args, gpus: list[str]) -> bool:
 def fits(mode: str, script: str) -> bool:
     """Whether there is something to run for a mode of a script; of the modes of several agents tells where there is not."""
     if mode in PEERS:
-        return not (TASKS[script].atari and mode == "sbx")  # SBX has no policy for images
+        return mode in TASKS[script].peers
     exists = mode not in SEEDS or script_of(script, mode).exists()
     if not exists:
         print(f"skipped: {mode} needs leanrl/{script_of(script, mode).name}, which there is not", file=sys.stderr)
@@ -243,9 +263,9 @@ def select(args: Args, gpus: list[str]) -> list[Run]:
         if learning_starts is not None and profile.checkpoint_every is None:
             learning_starts = min(1000, steps // 3)
         fit = [mode for mode in modes if fits(mode, script)]
-        env_ids = args.atari_env_ids if task.atari else args.env_ids
+        env_ids = getattr(args, task.env_ids)
         if env_ids is None:
-            env_ids = task.learning_env_ids if learning else ("Breakout-v5",) if task.atari else ("HalfCheetah-v4",)
+            env_ids = task.learning_env_ids if learning else (task.env_id,)
         seeds = args.seeds if args.seeds is not None else profile.seeds or task.learning_seeds
         for seed in seeds:
             for env_id in env_ids:

@@ -45,9 +45,12 @@ def having(*functions: str) -> list[str]:
     return [name for pair in zip(SCRIPTS, TWINS, strict=True) if load(pair[0]).keys() >= {*functions} for name in pair]
 
 
-OFF_POLICY, ON_POLICY = having("sample_batch"), having("gae")
-# Arguments for a run of some 300 steps that performs updates.
+OFF_POLICY, ON_POLICY, DISCRETE = having("sample_batch"), having("gae"), having("epsilon_greedy")
+ACTOR_CRITIC = [name for name in OFF_POLICY if name not in DISCRETE]
+# Arguments for a run of some 300 steps that performs updates, one a step if it is off-policy.
 SHORT = dict.fromkeys(OFF_POLICY, ("--learning-starts", "100", "--total-timesteps", "300"))
+EACH_STEP = ("--train-frequency", "1", "--target-network-frequency", "3")
+SHORT |= {name: (*EACH_STEP, *SHORT[name]) for name in DISCRETE}
 ROLLOUTS = ("--num-envs", "2", "--num-steps", "50", "--num-minibatches", "5", "--update-epochs", "2")
 SHORT |= dict.fromkeys(ON_POLICY, (*ROLLOUTS, "--total-timesteps", "300"))
 
@@ -70,9 +73,14 @@ def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> 
                 set_handler(number, handler)
 
 
+def world(name: str, kind: str) -> tuple[str, str]:
+    """The argument for an environment of tests/envs.py, with the actions that a script gives."""
+    return "--env-id", f"envs:{kind}{'Choices' if name in DISCRETE else ''}-v0"
+
+
 def scripted_world(name: str) -> tuple[str, str]:
     """The argument for the scripted world of a script; the Atari script's needs ScriptedGames in place of EnvPool, too."""
-    return "--env-id", "Breakout-v5" if "atari" in name else "envs:Scripted-v0"
+    return ("--env-id", "Breakout-v5") if "atari" in name else world(name, "Scripted")
 
 
 def play(name: str, *args, **options) -> dict:

@@ -57,7 +57,7 @@ class Scripted(gym.Env):
 
     def step(self, action):
         assert self.action_space.contains(action), action
-        self.actions.append(action.copy())
+        self.actions.append(np.copy(action))
         length, terminated, truncated = episode_end(self.seeds[0], self.episode)
         assert self.step_index < length, "a step after the end of an episode"
         earned = reward(self.episode, self.step_index)
@@ -238,6 +238,25 @@ class Wide(Scripted):
         self.action_space = Box(np.array([-1, -3e38, -3.4e38], np.float32), np.array([0.5, 3.4e38, 3e38], np.float32))
 
 
+class Bytes(Scripted):
+    """Shows images of bytes, of which no two are alike."""
+
+    observation_space = Box(0, 255, (1, 5), np.uint8)
+
+    @staticmethod
+    def image(seed: int, episode: int, step: int) -> np.ndarray:
+        """What is seen after `step` steps of an episode."""
+        return np.random.default_rng([seed, episode, step]).integers(256, size=(1, 5), dtype=np.uint8)
+
+    def reset(self, **options):
+        _, info = super().reset(**options)
+        return self.image(self.seeds[0], self.episode, 0), info
+
+    def step(self, action):
+        _, *rest = super().step(action)
+        return self.image(self.seeds[0], self.episode, self.step_index), *rest
+
+
 class Images(Scripted):
     """Shows images, all of them black."""
 
@@ -260,6 +279,17 @@ class Refused(gym.Env):
 
     def __init__(self, observation_space, action_space):
         self.observation_space, self.action_space = observation_space, action_space
+
+
+def choosing(kind: type[gym.Env]) -> type[gym.Env]:
+    """A kind of environment that takes one of three actions, which it counts from 5."""
+
+    class Choosing(kind):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.action_space = Discrete(3, start=5)
+
+    return Choosing
 
 
 def always(value):
@@ -301,6 +331,9 @@ for name, entry_point, options in [
     ("Faulty", Faulty, {}),
     ("Wide", Wide, {}),
     ("Images", Images, {}),
+    ("Bytes", Bytes, {}),
     ("DictObs", Refused, {"observation_space": Dict(position=unit), "action_space": unit}),
 ]:
     gym.register(f"{name}-v0", entry_point=entry_point, kwargs=options)
+    if isinstance(entry_point, type) and entry_point is not Refused:
+        gym.register(f"{name}Choices-v0", entry_point=choosing(entry_point), kwargs=options)

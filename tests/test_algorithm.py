@@ -53,12 +53,29 @@ OBS_DIM, ACTION_DIM, FILLED = 3, 2, 20
 
 def sample(script: dict, batch_size: int) -> tuple[torch.Tensor, ...]:
     """Draw from a buffer of which only the first FILLED rows may be used; row i is 100 i, 100 i + 1, ..."""
-    row_dim = 2 * OBS_DIM + ACTION_DIM + 2
+    row_dim, sizes = 2 * OBS_DIM + ACTION_DIM + 2, (OBS_DIM, ACTION_DIM)
+    if "epsilon_greedy" in script:
+        row_dim, sizes = 2 * OBS_DIM + 3, (OBS_DIM,)
     buffer = torch.arange(2 * FILLED)[:, None] * 100.0 + torch.arange(row_dim)
-    return script["sample_batch"](buffer, torch.tensor(FILLED), batch_size, OBS_DIM, ACTION_DIM)
+    return script["sample_batch"](buffer, torch.tensor(FILLED), batch_size, *sizes)
 
 
-@each_script("sample_batch")
+@each_script("epsilon_greedy")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+@pytest.mark.parametrize("batch_size", [1, 500])
+def test_sampled_rows_of_discrete_actions_are_whole(script, dtype, batch_size):
+    scalars = torch.stack([torch.arange(40) % 7, torch.randn(40), torch.arange(40) % 2], dim=1).float()
+    images = torch.randint(256, (40, 2, OBS_DIM)).to(dtype)  # of an odd number of bytes
+    buffer = torch.cat([scalars.view(dtype), images.flatten(1)], dim=1)
+    obs, actions, rewards, terminated, next_obs = script["sample_batch"](buffer, torch.tensor(FILLED), batch_size, OBS_DIM)
+    assert (obs.dtype, actions.dtype, rewards.dtype) == (dtype, torch.int64, torch.float32)
+    drawn = [int((scalars[:, 1] == reward).nonzero()) for reward in rewards]
+    assert max(drawn) < FILLED
+    assert torch.equal(torch.stack([actions.float(), rewards, terminated], dim=1), scalars[drawn])
+    assert torch.equal(torch.stack([obs, next_obs], dim=1), images[drawn])
+
+
+@each_script("sample_batch", "critic_losses")
 def test_sampled_rows_are_whole(script):
     obs, actions, rewards, terminated, next_obs = sample(script, 500)
     start = obs[:, 0]
@@ -124,6 +141,13 @@ def test_first_critic_alone_is_that_of_both(script):
     torch.testing.assert_close(critic(obs, actions, first_only=True), critic(obs, actions)[0])
 
 
+@each_script("QNetwork")
+def test_bytes_are_seen_between_0_and_1(script):
+    network = script["QNetwork"](5, 3, CPU)
+    images = torch.tensor([[0, 1, 100, 254, 255]], dtype=torch.uint8)
+    torch.testing.assert_close(network(images), network(torch.tensor([[0, 1 / 255, 100 / 255, 254 / 255, 1]])))
+
+
 @squashed
 def test_log_std_stays_in_its_range(script):
     with torch.no_grad():
@@ -183,6 +207,24 @@ def test_smoothing_adds_clipped_noise(script):
     assert ((smoothed - actions).abs() > noise_clip - 1e-6).any()
 
 
+@each_script("linear_schedule")
+def test_linear_schedule(script):
+    shares = [script["linear_schedule"](1.0, 0.2, 40, step) for step in (0, 10, 20, 40, 41, 1000)]
+    assert shares == pytest.approx([1, 0.8, 0.6, 0.2, 0.2, 0.2])
+    assert script["linear_schedule"](1.0, 0.2, 0, 0) == pytest.approx(0.2)
+    assert script["linear_schedule"](0.2, 0.4, 40, 20) == pytest.approx(0.3)
+
+
+@each_script("epsilon_greedy")
+def test_epsilon_greedy_is_random_in_each_environment_by_itself(script):
+    """All four combinations of two environments, each with the probability of independent draws."""
+    values = torch.tensor([[0.0, 1], [1, 0]])
+    draws = torch.stack([script["epsilon_greedy"](values, torch.tensor(0.5)) for _ in range(4000)])
+    greedy = draws == torch.tensor([1, 0])  # in half of the draws, and in a quarter by chance
+    counts = (2 * greedy[:, 0] + greedy[:, 1]).bincount(minlength=4) / 4000
+    torch.testing.assert_close(counts, torch.tensor([1, 3, 3, 9]) / 16, rtol=0, atol=0.03)
+
+
 # ---- Targets and losses ----------------------------------------------------------------------------------------------
 @each_script("soft_target")
 def test_soft_target(script, batch):
@@ -196,6 +238,17 @@ def test_td_target(script, batch):
     actual = script["td_target"](batch.rewards, batch.terminated, batch.values, 0.9)
     columns = rows(batch.rewards, batch.terminated, *batch.values)
     assert_is(actual, [r if end else r + 0.9 * min(q1, q2) for r, end, q1, q2 in columns])
+
+
+@each_script("q_target")
+def test_q_target(script, batch):
+    """Of what values the target takes: the greatest, or the one of the action that the network that learns would choose."""
+    values, online = torch.randn(2, 7, 3)
+    for chosen_by in (values, online):
+        actual = script["q_target"](batch.rewards, batch.terminated, values, chosen_by, 0.9)
+        columns = zip(batch.rewards.tolist(), batch.terminated.tolist(), values.tolist(), chosen_by.tolist(), strict=True)
+        assert_is(actual, [r if end else r + 0.9 * q[by.index(max(by))] for r, end, q, by in columns])
+    assert (values.argmax(1) != online.argmax(1)).any()
 
 
 @each_script("critic_losses")
@@ -436,7 +489,8 @@ def test_explained_variance(script, ppo):
 
 # ---- Flat networks ---------------------------------------------------------------------------------------------------
 @pytest.fixture(
-    params=[(name, kind) for name in TWINS for kind in ("Actor", "Critic", "Agent") if kind in load(name)], ids="-".join
+    params=[(name, kind) for name in TWINS for kind in ("Actor", "Critic", "Agent", "QNetwork") if kind in load(name)],
+    ids="-".join,
 )
 def flat(request) -> SimpleNamespace:
     """A network as the twin has it, a copy of what it was before, what checkpoints know of it, and a way to call it."""

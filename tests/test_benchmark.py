@@ -387,11 +387,11 @@ def test_what_runs_on_the_device_and_waits_within_a_part_are_counted_once():
 
 @pytest.mark.parametrize("command", ["train", "profile"])
 def test_the_door_names_the_scripts(command):
-    done = subprocess.run([ROOT / "run.sh", command, "dqn"], capture_output=True, text=True)
+    done = subprocess.run([ROOT / "run.sh", command, "c51"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     [line] = done.stderr.splitlines()
-    assert line.startswith(f"run.sh: error: {command} takes one of: ppo_atari_envpool ppo_atari_envpool_torchcompile ")
-    assert line.endswith("td3_continuous_action_torchcompile, got dqn")
+    assert line.startswith(f"run.sh: error: {command} takes one of: dqn dqn_torchcompile ")
+    assert line.endswith("td3_continuous_action_torchcompile, got c51")
 
 
 def test_the_door_tells_how_to_use_it():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from capture import CaptureError, captured_on_cpu
-from conftest import TWINS, assert_same_numbers, changed, play
+from conftest import EACH_STEP, TWINS, assert_same_numbers, changed, play
 from tensordict.nn import CudaGraphModule
 
 # Runs of two kinds of gradient steps, the last of them without the actor, or of several rollouts. (Two environments of
@@ -19,6 +19,7 @@ ROLLOUTS = ("--num-steps", "16", "--num-minibatches", "2", "--update-epochs", "2
 ARGS = dict.fromkeys(TWINS, ("--learning-starts", "50", "--batch-size", "16"))
 ARGS["ppo_continuous_action_torchcompile"] = (*ROLLOUTS, "--act-device", "device", "--num-envs", "1")
 ARGS["ppo_atari_envpool_torchcompile"] = (*ROLLOUTS, "--num-envs", "2")
+ARGS["dqn_torchcompile"] += EACH_STEP
 STEPS = dict.fromkeys(TWINS, 151) | {"ppo_continuous_action_torchcompile": 160, "ppo_atari_envpool_torchcompile": 64}
 FEW_STEPS = dict.fromkeys(TWINS, 71) | {"ppo_continuous_action_torchcompile": 48, "ppo_atari_envpool_torchcompile": 64}
 
@@ -96,6 +97,16 @@ STALE = {
     "Atari's rollout re-bound": ("ppo_atari_envpool", SENT, REBOUND),
     "a warm-up that is kept": ("ppo_continuous_action", "restore(tensors, saved)", "pass"),
     "random numbers that warming up takes": ("sac_continuous_action", "torch.manual_seed(noise_seed)", "pass"),
+    "a share of random actions that is a number": (
+        "dqn",
+        "epsilon.fill_(schedule(global_step))",
+        "epsilon = schedule(global_step)",
+    ),
+    "another network re-bound": (
+        "dqn",
+        "target_network.params.detach().lerp_(q_network.params.detach(), tau)",
+        "target_network.params = nn.Parameter(q_network.params.detach().clone())",
+    ),
     "kinds of gradient steps mixed up": ("sac_continuous_action", "graphs[kind]()", "graphs[kinds[0]]()"),
     "a kind read from a number": ("td3_continuous_action", "if with_actor:", "if updates % policy_frequency == 0:"),
     "noise drawn by NumPy": ("td3_continuous_action", "torch.randn_like(mean)", "float(np.random.standard_normal())"),

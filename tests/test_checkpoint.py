@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    ACTOR_CRITIC,
+    DISCRETE,
     LEANRL,
     OFF_POLICY,
     ON_POLICY,
@@ -35,7 +37,7 @@ from envs import episode_end, observation, reward
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 PAIRS = [*zip(SCRIPTS, TWINS, strict=True), *zip(TWINS, SCRIPTS, strict=True), *zip(SCRIPTS, SCRIPTS, strict=True)]
-CONTINUOUS = [name for name in SCRIPTS if "atari" not in name]
+NOT_ATARI = [name for name in SCRIPTS if "atari" not in name]
 
 
 def short(name: str, steps: int) -> tuple[str, ...]:
@@ -107,9 +109,9 @@ def test_two_resumes_compute_and_log_the_same(name, tmp_path):
     first, second = (curves(path) for path in tmp_path.glob("*/runs/*"))
     assert len(first.pop("charts/SPS")) == len(second.pop("charts/SPS"))
     assert first == second
-    losses = "losses/qf_loss" if name in OFF_POLICY else "losses/value_loss"
-    assert len(first[losses]) > 3
-    assert max(step for step, _ in first[losses]) > steps - 200
+    [losses, *_] = [points for name, points in first.items() if name.endswith(("/qf_loss", "/td_loss", "/value_loss"))]
+    assert len(losses) > 3
+    assert max(step for step, _ in losses) > steps - 200
 
 
 @pytest.mark.parametrize("name", [name for name in OFF_POLICY if name in SCRIPTS])
@@ -122,7 +124,7 @@ def test_a_full_replay_buffer_goes_on_in_its_place(name, tmp_path):
     assert changed == [index % 128 for index in range(300, 310)] == list(range(44, 54))
 
 
-@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("name", NOT_ATARI)
 def test_the_schedule_and_the_curves_go_on(name, tmp_path):
     play(name, *short(name, 400), "--checkpoint-every", "100", directory=tmp_path)
     newest = checkpoints(tmp_path)[-1]
@@ -136,6 +138,11 @@ def test_the_schedule_and_the_curves_go_on(name, tmp_path):
         # The last rollout of the second run, which knew of 800 steps.
         assert min(rates.values()) == pytest.approx(after["learning_rate"])
         assert after["learning_rate"] < 3e-4 / 2
+    if name in DISCRETE:
+        # Down to its end within half of the 400 steps, and again of the 800 that the second run knew of.
+        shares = dict(logged["charts/epsilon"])
+        assert [shares[step] for step in (100, 200, 500, 800)] == pytest.approx([0.525, 0.05, 0.05, 0.05])
+        assert after["epsilon"].item() == pytest.approx(0.05)
     assert logged["charts/episodic_return"] == [
         (step, pytest.approx(value)) for step, value, _ in after["episodes"][: after["logger"].logged]
     ]
@@ -428,7 +435,7 @@ def test_what_differs_is_told_when_a_run_goes_on(tmp_path, capfd):
     assert after["log_alpha"].exp().item() == after["losses"]["alpha"].item() == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("name", [name for name in OFF_POLICY if name in SCRIPTS])
+@pytest.mark.parametrize("name", [name for name in ACTOR_CRITIC if name in SCRIPTS])
 def test_gradient_steps_are_owed_from_the_step_resumed_at(name, tmp_path):
     options = ("--num-envs", "2", "--batch-size", "8")
 
@@ -453,15 +460,19 @@ def test_evaluation_repeats_itself_and_changes_nothing(name, tmp_path):
     assert len(trained["eval_returns"]) == 3
     again = play(name, "--evaluate", checkpoints(tmp_path)[0], "--eval-episodes", "3", directory=tmp_path)
     assert again["global_step"] == again["updates"] == 0
-    acting = {key: tensor for key, tensor in held(again).items() if ".params." in key and key.startswith(("actor", "agent"))}
+    acting = {
+        key: tensor
+        for key, tensor in held(again).items()
+        if ".params." in key and key.startswith(("actor", "agent", "q_network"))
+    }
     acting |= {key: tensor for key, tensor in held(again).items() if key.startswith("obs_moments")}
     saved = torch.load(checkpoints(tmp_path)[0], weights_only=True)["state"]
     torch.testing.assert_close({key: tensor.detach() for key, tensor in acting.items()}, {key: saved[key] for key in acting})
     assert again["eval_returns"] == trained["eval_returns"]  # the same games, whose rewards do not depend on the actions
 
 
-@pytest.mark.parametrize("name", CONTINUOUS)
-def test_evaluation_takes_the_mean_actions_sums_the_rewards_and_shows_a_bar(name, tmp_path, capfd):
+@pytest.mark.parametrize("name", NOT_ATARI)
+def test_evaluation_takes_the_best_actions_sums_the_rewards_and_shows_a_bar(name, tmp_path, capfd):
     made, make = [], gym.make
     with patch("gymnasium.make", lambda *args, **options: made.append(make(*args, **options)) or made[-1]):
         trained = play(name, *SHORT[name], "--eval-episodes", "3", directory=tmp_path)
@@ -472,8 +483,8 @@ def test_evaluation_takes_the_mean_actions_sums_the_rewards_and_shows_a_bar(name
     expected = [sum(reward(episode, step) for step in range(length)) for episode, length in enumerate(lengths)]
     assert trained["eval_returns"] == pytest.approx(expected)
     steps = [(episode, step) for episode, length in enumerate(lengths) for step in range(length)]
-    means = [trained["best_action"](observation(seed, *step)) for step in steps]
-    assert np.array_equal(means, env.actions)
+    best = [trained["best_action"](observation(seed, *step)) for step in steps]
+    assert np.array_equal(best, env.actions)
 
 
 def test_evaluation_plays_whole_episodes(tmp_path):

@@ -71,6 +71,20 @@ REFUSALS = {
         "less than a rollout": (("--total-timesteps", "2047"), "--total-timesteps"),
         "negative divergence": (("--target-kl", "-0.1"), "--target-kl"),
     },
+    "dqn": {
+        "unknown environment": (("--env-id", "CartPole-v99"), "--env-id"),
+        "continuous actions": (("--env-id", "Pendulum-v1"), "Discrete actions"),
+        "observations that are no Box": (("--env-id", "envs:DictObs-v0"), "--env-id"),
+        "error of several lines": (("--env-id", "envs:Talkative-v0"), "RuntimeError: one line and another"),
+        "error without words": (("--env-id", "envs:Silent-v0"), "--env-id: cannot make envs:Silent-v0: RuntimeError"),
+        "a share above 1": (("--start-e", "1.5"), "--start-e"),
+        "no gradient step": (("--train-frequency", "0"), "--train-frequency"),
+        "targets that never follow": (("--target-network-frequency", "0"), "--target-network-frequency"),
+        "buffer smaller than the batch": (("--buffer-size", "127"), "--buffer-size"),
+        "buffer larger than memory": (("--buffer-size", "1000000000000"), "GiB"),
+        "no learning": (("--learning-starts", "1000", "--total-timesteps", "1000"), "--learning-starts"),
+        "folder without checkpoints": (("--resume", "."), "--resume"),
+    },
     "ppo_atari_envpool": {
         "environment of MuJoCo": (("--env-id", "HalfCheetah-v4"), "--env-id"),
         "unknown game": (("--env-id", "NoSuchGame-v5"), "--env-id"),
@@ -195,6 +209,20 @@ def test_summary_and_logs(name, tmp_path):
     assert_logs_losses(log, "qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss", "actor_loss")
     assert [event.step for event in log.Scalars("charts/SPS")] == [100, 200, 300]
     assert_episodes_of_the_pendulum(summary, log)
+
+
+@pytest.mark.parametrize("name", ["dqn", "dqn_torchcompile"])
+def test_summary_logs_and_videos_of_dqn(name, tmp_path):
+    """It needs no OpenGL to show what it does."""
+    flags = ("--capture-video",) if name == "dqn" else ()
+    summary, log = summary_and_log(name, (*SHORT[name], "--num-envs", "2", *flags), tmp_path)
+    assert summary["env_id"] == "CartPole-v1"
+    assert [summary[key] for key in ("total_timesteps", "num_envs", "updates")] == [300, 2, 198]
+    assert_logs_losses(log, "td_loss", "q_values")
+    assert [event.step for event in log.Scalars("charts/epsilon")] == [100, 200, 300]
+    assert len(log.Scalars("charts/episodic_return")) == summary["episodes"] > 0
+    assert all(video.stat().st_size > 1000 for video in tmp_path.glob("runs/*/videos/*.mp4"))
+    assert any(tmp_path.glob("runs/*/videos/*.mp4")) == bool(flags)
 
 
 PPO_LOSSES = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "explained_variance")
@@ -374,7 +402,7 @@ def test_videos_are_recorded(name, tmp_path):
     assert all(video.stat().st_size > 1000 for video in videos)
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if "atari" not in name])
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if "continuous" in name])
 def test_videos_follow_what_runs_away(name):
     probe = f"""
 import runpy

@@ -160,10 +160,9 @@ def test_ablations_fit_the_script(path):
     subprocess.run(["git", "apply", "--check", str(path)], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize("name", TWINS)
-def test_a_widened_copy_differs_in_its_networks_only(name):
-    script = name.removesuffix("_torchcompile")
-    text, wide = (ROOT / "leanrl" / f"{name}.py").read_text(), scaling.widened(script, 1024)
+@pytest.mark.parametrize("script", scaling.DEFAULTS)
+def test_a_widened_copy_differs_in_its_networks_only(script):
+    text, wide = (ROOT / "leanrl" / f"{script}_torchcompile.py").read_text(), scaling.widened(script, 1024)
     ast.parse(wide)
     changed = [pair for pair in zip(text.split("\n"), wide.split("\n"), strict=True) if pair[0] != pair[1]]
     width = str(scaling.DEFAULTS[script]["width"])

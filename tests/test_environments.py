@@ -8,33 +8,40 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from conftest import OFF_POLICY, SCRIPTS, SHORT, run
+from conftest import ACTOR_CRITIC, DISCRETE, OFF_POLICY, SCRIPTS, SHORT, run, world
 from envs import Faulty
 
-CONTINUOUS = [name for name in SCRIPTS if "atari" not in name]
+NOT_ATARI = [name for name in SCRIPTS if "atari" not in name]
 EAGER_OFF_POLICY = [name for name in OFF_POLICY if name in SCRIPTS]
 
 
 @cache
 def run_carelessly(name: str) -> dict:
-    return run(name, "--env-id", "envs:Careless-v0", *SHORT[name], "--num-envs", "2", "--batch-size", "8")
+    return run(name, *world(name, "Careless"), *SHORT[name], "--num-envs", "2", "--batch-size", "8")
+
+
+def columns(name: str) -> tuple[slice, slice, slice]:
+    """Those of the observation, the action and the next observation in the rows of a replay buffer."""
+    return (slice(3, 5), slice(0, 1), slice(5, 7)) if name in DISCRETE else (slice(0, 2), slice(2, 4), slice(6, 8))
 
 
 @pytest.mark.parametrize("name", EAGER_OFF_POLICY)
 def test_an_action_is_stored_as_the_environment_was_given_it(name):
     done = run_carelessly(name)
-    given = np.stack([env.unwrapped.given for env in done["envs"].envs], axis=1)
-    assert given.shape == (150, 2, 2)
-    assert np.array_equal(done["buffer"][:300, 2:4].numpy(), given.reshape(300, 2))
+    given = np.stack([env.unwrapped.given for env in done["envs"].envs], axis=1).reshape(300, -1)
+    _, actions, _ = columns(name)
+    assert np.array_equal(done["buffer"][:300, actions].numpy(), given - (5 if name in DISCRETE else 0))
+    assert len(np.unique(given)) >= 3
 
 
 @pytest.mark.parametrize("name", EAGER_OFF_POLICY)
 def test_the_end_of_an_episode_is_stored_though_the_environment_returns_its_own_state(name):
     rows = run_carelessly(name)["buffer"][:300].numpy().reshape(150, 2, -1)
+    seen, _, next_seen = columns(name)
     episode, step = np.divmod(np.arange(150), 3)
     expected = np.stack([episode, step, episode, step + 1], axis=1)
     for env in range(2):
-        assert np.array_equal(rows[:, env][:, [0, 1, 6, 7]], expected)
+        assert np.array_equal(np.hstack([rows[:, env, seen], rows[:, env, next_seen]]), expected)
 
 
 @pytest.fixture
@@ -45,25 +52,25 @@ def faulty(monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["reward", "observation", "reset"])
-@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("name", NOT_ATARI)
 def test_what_is_not_finite_ends_the_run_and_is_told_with_its_step_and_environment(name, fault, faulty, tmp_path):
     faulty(fault)
-    options = ("--env-id", "envs:Faulty-v0", "--num-envs", "2", "--checkpoint-every", "1")
+    options = (*world(name, "Faulty"), "--num-envs", "2", "--checkpoint-every", "1")
     with pytest.raises(SystemExit) as raised:
         run(name, *SHORT[name], *options, directory=tmp_path)
     # A message as the status is printed, and the status is 1.
     assert raised.value.code == f"{name}.py: error: environment 1, step 12: a number is not finite"
 
 
-@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("name", NOT_ATARI)
 def test_an_infinite_return_is_null_in_a_summary_of_strict_json(name, faulty, tmp_path, capfd):
-    world = ("--env-id", "envs:Faulty-v0")
+    faults = world(name, "Faulty")
     small = ("--batch-size", "8") if name in OFF_POLICY else ()
-    run(name, *world, *SHORT[name], *small, "--save-model", directory=tmp_path)
+    run(name, *faults, *SHORT[name], *small, "--save-model", directory=tmp_path)
     [path] = tmp_path.glob("runs/*/*.pt")
     faulty("reward")
     capfd.readouterr()
-    run(name, *world, "--evaluate", path, "--eval-episodes", "3", directory=tmp_path)
+    run(name, *faults, "--evaluate", path, "--eval-episodes", "3", directory=tmp_path)
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
@@ -71,22 +78,24 @@ def test_an_infinite_return_is_null_in_a_summary_of_strict_json(name, faulty, tm
     assert json.loads(capfd.readouterr().out, parse_constant=refuse)["eval_returns"] == [3, None, 3]
 
 
-@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("name", NOT_ATARI)
 def test_a_checkpoint_that_is_not_finite_is_never_written(name, tmp_path):
     """One update with an endless learning rate: the losses before it are finite, the parameters are not."""
     if name in EAGER_OFF_POLICY:
         rate = "q-lr" if name.startswith("sac") else "learning-rate"
-        options = ("--learning-starts", "100", "--total-timesteps", "102")
+        options = (*SHORT[name][:-1], "102")
     else:
         rate, options = "learning-rate", ("--num-steps", "50", "--total-timesteps", "50")
         options += ("--num-minibatches", "1", "--update-epochs", "1")
     with pytest.raises(SystemExit) as raised:
-        run(name, "--env-id", "envs:Scripted-v0", *options, f"--{rate}", "1e39", "--save-model", directory=tmp_path)
-    assert re.fullmatch(rf"{name}\.py: error: (actor|agent)\.params\.\S+ is not finite at step \d+", raised.value.code)
+        run(name, *world(name, "Scripted"), *options, f"--{rate}", "1e39", "--save-model", directory=tmp_path)
+    assert re.fullmatch(
+        rf"{name}\.py: error: (actor|agent|q_network)\.params\.\S+ is not finite at step \d+", raised.value.code
+    )
     assert not list(tmp_path.glob("runs/*/*.pt"))
 
 
-@pytest.mark.parametrize("name", EAGER_OFF_POLICY)
+@pytest.mark.parametrize("name", [name for name in ACTOR_CRITIC if name in SCRIPTS])
 def test_the_widest_bounds_overflow_nowhere(name):
     """The environments check that actions are within their bounds."""
     options = ("--learning-starts", "20", "--batch-size", "8", "--total-timesteps", "200", "--eval-episodes", "3")
@@ -104,9 +113,9 @@ def test_the_widest_bounds_overflow_nowhere(name):
 
 def test_images_can_be_evaluated_without_room_for_a_replay_buffer(tmp_path):
     """Nor need the arguments for training fit together; the 226 GB of the default buffer are more than there are."""
-    name, world = "td3_continuous_action", ("--env-id", "envs:Images-v0")
+    name, images = "td3_continuous_action", ("--env-id", "envs:Images-v0")
     options = ("--batch-size", "4", "--learning-starts", "10", "--total-timesteps", "14", "--buffer-size", "14")
-    run(name, *world, *options, "--save-model", directory=tmp_path)
+    run(name, *images, *options, "--save-model", directory=tmp_path)
     [path] = tmp_path.glob("runs/*/*.pt")
-    done = run(name, *world, "--evaluate", path, "--eval-episodes", "2", directory=tmp_path)
+    done = run(name, *images, "--evaluate", path, "--eval-episodes", "2", directory=tmp_path)
     assert len(done["eval_returns"]) == 2

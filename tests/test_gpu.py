@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch._inductor.config
 from conftest import (
-    OFF_POLICY,
+    ACTOR_CRITIC,
+    DISCRETE,
+    EACH_STEP,
     SCRIPTS,
     SEEDS,
     SHORT,
@@ -28,10 +30,12 @@ MODES = [(), ("--compile",), ("--cudagraphs",), ("--compile", "--cudagraphs")]
 # What a script computes on the device: PPO's policy acts there, too.
 ON_DEVICE = {"ppo_continuous_action": ("--act-device", "device")}
 REACHER = ("--env-id", "Reacher-v4")
+TWENTY_UPDATES = ("--learning-starts", 64, "--total-timesteps", 85)
 ROLLOUTS = ("--num-minibatches", 2, "--update-epochs", 2)
 # A dozen gradient steps or two, and how far parameters may be apart: a step of the learning rate, as in test_twins.py.
 COMPARED = {
-    **dict.fromkeys(OFF_POLICY, (run, (*REACHER, "--learning-starts", 64, "--total-timesteps", 85), 1e-3)),
+    **dict.fromkeys(ACTOR_CRITIC, (run, (*REACHER, *TWENTY_UPDATES), 1e-3)),
+    **dict.fromkeys(DISCRETE, (run, (*EACH_STEP, *TWENTY_UPDATES), 1e-3)),
     "ppo_continuous_action": (run, (*REACHER, "--num-steps", 64, "--total-timesteps", 128, *ROLLOUTS), 3e-4),
     "ppo_atari_envpool": (play, ("--num-steps", 16, "--num-envs", 2, "--total-timesteps", 64, *ROLLOUTS), 3e-4),
 }
@@ -59,7 +63,7 @@ def test_twin_on_cuda(script, flags):
 @pytest.mark.parametrize("name", SEEDS)
 def test_agents_on_cuda(name, flags):
     """They draw the same numbers with each of the flags, and on the CPU."""
-    args = (*REACHER, "--learning-starts", 64, "--total-timesteps", 85, "--num-seeds", 3)
+    args = (*REACHER, *TWENTY_UPDATES, "--num-seeds", 3)
     on_cpu, together = run(name, *args), run(name, *args, *flags, cuda=True)
     assert together["device"].type == "cuda"
     assert together["cudagraphs"] == ("--cudagraphs" in flags)
@@ -106,12 +110,26 @@ def test_a_profile_of_captured_graphs(script, tmp_path):
 
 def assert_policy_is_random(run: dict) -> None:
     """What the policy draws has the distribution that it should have."""
-    if "rollout" not in run:
+    if "epsilon" in run:
+        assert_share_of_random_actions(run)
+    elif "rollout" not in run:
         assert_noise_of_the_policy(run)
     elif "rollout_actions" in run:
         assert_noise_is_added(run)
     else:
         assert_frequencies_of_the_policy(run)
+
+
+def assert_share_of_random_actions(run: dict) -> None:
+    """DQN's follows the tensor, though the policy was captured with another value: within four standard deviations."""
+    obs = torch.zeros(1, run["obs_dim"], device=run["device"])
+    with torch.no_grad():
+        best = run["q_network"](obs).argmax()
+    for epsilon in (0.0, 0.4, 1.0):
+        run["epsilon"].fill_(epsilon)
+        greedy = torch.stack([run["act"](obs)[0] == best for _ in range(1000)]).double().mean().item()
+        expected = 1 - epsilon * (1 - 1 / run["actions_dim"])
+        assert abs(greedy - expected) <= 4 * math.sqrt(expected * (1 - expected) / 1000), (epsilon, greedy)
 
 
 def assert_noise_is_added(run: dict) -> None:
@@ -157,7 +175,7 @@ def gradient_steps(run: dict) -> list[tuple]:
     """The arguments of ten calls of `update`."""
     if "rollout" in run:
         return [(indices,) for indices in torch.arange(run["batch_size"], device=run["device"]).split(run["minibatch_size"])]
-    eager = [(True, True)] if "target_network_frequency" in run else [(True,)]
+    eager = [(True, True)] if run["args"].exp_name.startswith("sac") else [(True,)]
     kinds = run.get("kinds", eager)
     return [kinds[step % len(kinds)] for step in range(10)]
 

@@ -5,19 +5,22 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import torch
-from conftest import OFF_POLICY, assert_same_numbers, run
-from envs import episode_end, observation, reward
+from conftest import ACTOR_CRITIC, DISCRETE, EACH_STEP, OFF_POLICY, assert_same_numbers, changed, run, world
+from envs import Bytes, episode_end, observation, reward
 
-pytestmark = pytest.mark.parametrize("name", OFF_POLICY)
+off_policy = pytest.mark.parametrize("name", OFF_POLICY)
+actor_critic = pytest.mark.parametrize("name", ACTOR_CRITIC)
+discrete = pytest.mark.parametrize("name", DISCRETE)
 both_counts_of_envs = pytest.mark.parametrize("num_envs", [1, 3])
 
 OBS_DIM, ACTION_DIM = 4, 2
+NEVER = [("--updates-per-step", 0), ("--train-frequency", 1000)]  # a gradient step, by whether actions are discrete
 
 
-def fresh(name: str, num_envs: int = 1, *args) -> dict:
-    """A run of 42 steps on Scripted-v0, the first ten with random actions."""
-    fixed = ("--env-id", "envs:Scripted-v0", "--batch-size", 4, "--learning-starts", 10, "--total-timesteps", 42)
-    return run(name, *fixed, "--num-envs", num_envs, *args)
+def fresh(name: str, num_envs: int = 1, *args, kind: str = "Scripted") -> dict:
+    """A run of 42 steps in a scripted world, of which the first ten are not learnt from."""
+    fixed = ("--batch-size", 4, "--learning-starts", 10, "--total-timesteps", 42, *(EACH_STEP if name in DISCRETE else ()))
+    return run(name, *world(name, kind), *fixed, "--num-envs", num_envs, *args)
 
 
 scripted = cache(fresh)  # tests share its results, and leave them as they are
@@ -47,25 +50,54 @@ def histories(result: dict):
 
 
 # ---- Storage ---------------------------------------------------------------------------------------------------------
+def ring(rows: list[np.ndarray], capacity: int) -> np.ndarray:
+    """A replay buffer, at first of zeros, into which these rows have been written."""
+    written = np.zeros((capacity, len(rows[0])), rows[0].dtype)
+    for index, row in enumerate(rows):
+        written[index % capacity] = row
+    return written
+
+
+@off_policy
 @both_counts_of_envs
 @pytest.mark.parametrize("buffer_size", [1000, 10])
 def test_replay_buffer_holds_the_transitions(name, num_envs, buffer_size):
     result = scripted(name, num_envs, "--buffer-size", buffer_size)
-    rows = [
-        np.concatenate([obs.ravel(), action, [earned, terminated], next_obs.ravel()])
-        for step in histories(result)
-        for (obs, earned, terminated, next_obs, _), action in step
-    ]
+    rows = []
+    for step in histories(result):
+        for (obs, earned, terminated, next_obs, _), action in step:
+            ends = (obs.ravel(), next_obs.ravel())
+            known = [[action - 5, earned, terminated], *ends] if name in DISCRETE else [ends[0], action, [earned, terminated]]
+            rows.append(np.concatenate(known if name in DISCRETE else [*known, ends[1]]).astype(np.float32))
     assert len(rows) == result["global_step"] == 42
     capacity = buffer_size // num_envs * num_envs
-    expected = np.zeros((capacity, 2 * OBS_DIM + ACTION_DIM + 2), np.float32)
-    for index, row in enumerate(rows):
-        expected[index % capacity] = row
     assert result["buffer"].dtype == torch.float32
-    np.testing.assert_array_equal(result["buffer"].numpy(), expected)
+    np.testing.assert_array_equal(result["buffer"].numpy(), ring(rows, capacity))
     assert result["size"].item() == min(len(rows), capacity)
 
 
+@discrete
+@both_counts_of_envs
+@pytest.mark.parametrize("buffer_size", [1000, 10])
+def test_bytes_stay_bytes(name, num_envs, buffer_size):
+    result = fresh(name, num_envs, "--buffer-size", buffer_size, kind="Bytes")
+    rows, capacity = [], buffer_size // num_envs * num_envs
+    places = [[0, 0] for _ in range(num_envs)]  # the episode and the step of each environment
+    for step in histories(result):
+        for (_, earned, terminated, _, done), action in step:
+            index = len(rows) % num_envs
+            seed, (episode, at) = sub_environments(result)[index].seeds[0], places[index]
+            places[index] = [episode + 1, 0] if done else [episode, at + 1]
+            scalars = np.array([action - 5, earned, terminated], np.float32).view(np.uint8)
+            images = Bytes.image(seed, episode, at), Bytes.image(seed, episode, at + 1)
+            rows.append(np.concatenate([scalars, *(image.ravel() for image in images)]))
+    assert result["buffer"].dtype == torch.uint8
+    np.testing.assert_array_equal(result["buffer"].numpy(), ring(rows, capacity))
+    assert result["updates"] == {1: 31, 3: 29}[num_envs]
+    assert all(loss.isfinite().all() for loss in result["losses"].values())
+
+
+@off_policy
 @both_counts_of_envs
 def test_episodes_are_counted_whole(name, num_envs):
     result = scripted(name, num_envs)
@@ -80,6 +112,7 @@ def test_episodes_are_counted_whole(name, num_envs):
     assert result["episodes"] == expected
 
 
+@off_policy
 def test_seeds_of_environments(name):
     result = {seed: scripted(name, 8, "--seed", seed) for seed in (1, 2)}
     seeds = {seed: [env.seeds for env in sub_environments(result[seed])] for seed in result}
@@ -107,9 +140,10 @@ def set_outputs(result: dict, value: float) -> None:
 @pytest.fixture
 def untrained(name) -> dict:
     """A run without a gradient step, to be changed at will."""
-    return fresh(name, 1, "--updates-per-step", 0)
+    return fresh(name, 1, *NEVER[name in DISCRETE])
 
 
+@actor_critic
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_saturated_actions_are_within_their_bounds(untrained, sign):
     set_outputs(untrained, 100 * sign)
@@ -119,6 +153,7 @@ def test_saturated_actions_are_within_their_bounds(untrained, sign):
     assert (actions == (space.high if sign > 0 else space.low)).any(axis=0).all()
 
 
+@actor_critic
 def test_exploration_has_the_right_deviation(untrained, name):
     set_outputs(untrained, 0)
     actions = untrained["act"](torch.zeros(20_000, OBS_DIM))
@@ -132,12 +167,35 @@ def test_exploration_has_the_right_deviation(untrained, name):
     torch.testing.assert_close(noise.std(0), torch.full((ACTION_DIM,), expected), rtol=0.03, atol=0)
 
 
+@discrete
+@pytest.mark.parametrize("epsilon", [0, 0.3, 1])
+def test_so_many_actions_are_random(untrained, epsilon):
+    untrained["epsilon"].fill_(epsilon)
+    obs = torch.randn(1, OBS_DIM)
+    with torch.no_grad():
+        best = untrained["q_network"](obs).argmax().item()
+    frequencies = untrained["act"](obs.expand(20_000, -1)).bincount(minlength=3) / 20_000
+    expected = torch.full((3,), epsilon / 3)
+    expected[best] += 1 - epsilon
+    torch.testing.assert_close(frequencies, expected, rtol=0, atol=0.015 if epsilon else 0)
+
+
+@discrete
+def test_the_share_of_random_actions_falls_while_it_runs(name):
+    """By what the policy finds in the tensor, before and after learning starts."""
+    policy = "return epsilon_greedy("
+    with changed(name, policy, f'globals().setdefault("shares", []).append(epsilon.item()); {policy}'):
+        result = fresh(name, 1, "--start-e", 0.9, "--end-e", 0.1, "--exploration-fraction", 0.5)
+    assert result["shares"] == pytest.approx([max(0.9 - 0.8 * step / 21, 0.1) for step in range(42)])
+
+
 # ---- Gradient steps --------------------------------------------------------------------------------------------------
 def gradient_steps(result: dict, network: str) -> int:
     """The steps that the optimizer of a network has made."""
     return int(next(tensor for name, tensor in result["tensors"].items() if name.startswith(f"{network}.step.")))
 
 
+@actor_critic
 @pytest.mark.parametrize(
     ("num_envs", "updates_per_step", "updates", "of_the_actor"),
     # Actions are last chosen at step 41, with four environments at 40: 31 or 30 steps after learning starts.
@@ -150,30 +208,53 @@ def test_number_of_gradient_steps(name, num_envs, updates_per_step, updates, of_
     assert gradient_steps(result, "actor") == of_the_actor * (3 if name.startswith("sac") else 1)
 
 
+@discrete
+@pytest.mark.parametrize(
+    ("num_envs", "train_frequency", "updates"), [(1, 1, 31), (1, 4, 7), (1, 31, 1), (1, 32, 0), (4, 1, 30), (4, 4, 7)]
+)
+def test_number_of_gradient_steps_of_discrete_actions(name, num_envs, train_frequency, updates):
+    result = scripted(name, num_envs, "--train-frequency", train_frequency)
+    assert result["updates"] == gradient_steps(result, "q_network") == updates
+
+
+@discrete
+@pytest.mark.parametrize(("train_frequency", "every"), [(1, 7), (2, 6), (4, 8), (4, 3), (3, 7)])
+def test_targets_follow_in_their_turn(name, train_frequency, every):
+    """After each gradient step with which the agent steps that learn have passed another multiple of the frequency."""
+    options = ("--train-frequency", train_frequency, "--target-network-frequency", every)
+    asked = '"""One gradient step and, if asked for, one of the target network."""'
+    with changed(name, asked, 'globals().setdefault("asked", []).append(with_target)'):
+        result = fresh(name, 1, *options)
+    steps = [train_frequency * (index + 1) for index in range(31 // train_frequency)]
+    assert result["asked"] == [step // every > (step - train_frequency) // every for step in steps]
+
+
 def params(result: dict, network: str) -> dict[str, torch.Tensor]:
     """The parameters of a network by name."""
     prefix = f"{network}.params."
     return {name.removeprefix(prefix): tensor for name, tensor in result["tensors"].items() if name.startswith(prefix)}
 
 
+@off_policy
 def test_target_networks_follow(name):
-    fixed = ("--policy-frequency", 1, "--tau")
+    fixed = (*(("--target-network-frequency", 1) if name in DISCRETE else ("--policy-frequency", 1)), "--tau")
     still, following, untouched = (
         scripted(name, 1, *fixed, 0),
         scripted(name, 1, *fixed, 1),
-        scripted(name, 1, "--updates-per-step", 0),
+        scripted(name, 1, *NEVER[name in DISCRETE]),
     )
-    targets = [key for key in still if key.endswith("_target") and isinstance(still[key], torch.nn.Module)]
-    assert "critic_target" in targets
+    targets = [key for key in still if "target" in key and isinstance(still[key], torch.nn.Module)]
+    assert targets
     same = partial(torch.testing.assert_close, rtol=0, atol=0)
     for target in targets:
-        network = target.removesuffix("_target")
+        network = "q_network" if name in DISCRETE else target.removesuffix("_target")
         assert params(untouched, network).keys() == dict(module(untouched[network]).named_parameters()).keys()
         same(params(still, target), params(untouched, network))
         same(params(following, target), params(following, network))
         assert not torch.equal(params(following, network)["fc1.weight"], params(untouched, network)["fc1.weight"])
 
 
+@off_policy
 def test_a_seed_repeats_a_run(name):
     first = fresh(name)
     assert_same_numbers(first, fresh(name), rtol=0, atol=0)
@@ -182,6 +263,7 @@ def test_a_seed_repeats_a_run(name):
 
 
 # ---- Values ----------------------------------------------------------------------------------------------------------
+@off_policy
 @pytest.mark.parametrize(
     ("probe", "values"),
     [
@@ -192,13 +274,18 @@ def test_a_seed_repeats_a_run(name):
     ],
 )
 def test_learnt_values_are_the_known_ones(name, probe, values):
-    args = ["--env-id", f"envs:{probe}-v0", "--gamma", 0.5, "--total-timesteps", 500, "--learning-starts", 50, "--tau", 0.1]
+    args = ["--gamma", 0.5, "--total-timesteps", 500, "--learning-starts", 50, "--tau", 0.1]
     args += ["--batch-size", 32, "--buffer-size", 1000]
     # Without the entropy the values are the plain ones.
     args += ["--no-autotune", "--alpha", 0] if name.startswith("sac") else []
-    critic = run(name, *args)["critic"]
-    obs, actions = torch.cartesian_prod(torch.tensor([*map(float, values)]), torch.linspace(-1, 1, 5)).split(1, dim=1)
+    if name in DISCRETE:
+        args += ["--train-frequency", 1, "--target-network-frequency", 1, "--learning-rate", 1e-3, "--total-timesteps", 1000]
+    result, seen = run(name, *world(name, probe), *args), torch.tensor([*map(float, values)])
     with torch.no_grad():
-        learnt = critic(obs, actions).view(2, len(values), -1)
+        if name in DISCRETE:
+            learnt = result["q_network"](seen[:, None])[None]
+        else:
+            obs, actions = torch.cartesian_prod(seen, torch.linspace(-1, 1, 5)).split(1, dim=1)
+            learnt = result["critic"](obs, actions).view(2, len(values), -1)
     expected = torch.tensor([*map(float, values.values())])[:, None].expand_as(learnt)
     torch.testing.assert_close(learnt, expected, rtol=0, atol=0.1)

@@ -5,13 +5,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from conftest import OFF_POLICY, ROOT, SCRIPTS, SEEDS, TWINS, changed, play
+from conftest import DISCRETE, OFF_POLICY, ROOT, SCRIPTS, SEEDS, TWINS, changed, play
 from traffic import TrafficError, counted_traffic
 
 # Rollouts of eight steps, with four gradient steps each; or a gradient step after each of 40 steps, without a log entry.
 ROLLOUTS = ("--num-envs", "2", "--num-steps", "8", "--num-minibatches", "2", "--update-epochs", "2", "--total-timesteps", "96")
 SHORT = ("--learning-starts", "20", "--batch-size", "8", "--log-every", "1000", "--total-timesteps", "60")
 STEADY = slice(24, 40)  # of the steps: two rollouts, or an even number of gradient steps
+EACH_STEP = ("--train-frequency", "1", "--target-network-frequency", "2")
 EVENTS = ("to the device", "to the host", "wait", "operation")
 HEADER = (
     "| script | to the device | to the host | waits | operations | rollout: to the device | to the host | waits | operations |"
@@ -22,6 +23,7 @@ def count(command: str) -> list[Counter]:
     """What a script and its options count between steps of the environments; the run saves and evaluates, too."""
     name, *options = command.split()
     args = SHORT if name in (*OFF_POLICY, *SEEDS) else ROLLOUTS
+    args += EACH_STEP if name in DISCRETE else ()
     options += ["--save-model", "--eval-episodes", "1"]
     with counted_traffic() as traffic, TemporaryDirectory() as directory:
         run = play(name, *args, *options, cuda=True, directory=Path(directory))
@@ -41,7 +43,7 @@ def row(command: str) -> str:
     """The row of the table for a script and its options, counted."""
     steps = sorted(([step[event] for event in EVENTS] for step in count(command)), key=lambda step: step[-1])
     if command.split()[0] in (*OFF_POLICY, *SEEDS):
-        # All alike, but for the operations of a gradient step with the actor and one without.
+        # All alike, but for the operations of a gradient step with the actor, or the target of DQN, and one without.
         assert [step[:-1] for step in steps] == [steps[0][:-1]] * len(steps)
         cells = [*steps[0][:-1], sum(step[-1] for step in steps) / len(steps), *[""] * len(EVENTS)]
     else:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch._inductor.config
-from conftest import OFF_POLICY, ROOT, SCRIPTS, SEEDS, assert_same_numbers, play, run
+from conftest import ACTOR_CRITIC, DISCRETE, EACH_STEP, OFF_POLICY, ROOT, SCRIPTS, SEEDS, assert_same_numbers, play, run
 
 SECTIONS = ["Arguments", "Environment", "Networks", "Algorithm", "Logging", "Checkpoint"]
 FILES = [f"{script}{suffix}" for script in SCRIPTS for suffix in ("", "_torchcompile")]
@@ -19,8 +19,10 @@ SIBLINGS = {f"{script}_torchcompile": (script, "[fast ") for script in SCRIPTS}
 SIBLINGS |= {name: (name.replace("_seeds", "_torchcompile"), "[seeds ") for name in SEEDS}
 # What differs between algorithms by its nature; any other function or class of one name has one text.
 PER_ALGORITHM = {"check_args", "Actor", "Agent", "Critic", "sample_actions"}
-# What differs between environments by its nature: SAC and TD3 have the same, and what MuJoCo takes, EnvPool does not.
-PER_ENVIRONMENT = {"make_env": lambda name: name if name not in OFF_POLICY else "off-policy"}
+# What differs between environments by its nature: SAC and TD3 have the same, and what MuJoCo takes, EnvPool does not. A
+# transition is another row where its action is a number.
+PER_ENVIRONMENT = {"make_env": lambda name: name if name not in ACTOR_CRITIC else "actor and critic"}
+PER_ENVIRONMENT |= {"sample_batch": lambda name: name in DISCRETE}
 PER_ENVIRONMENT |= dict.fromkeys(("evaluate", "Flat"), lambda name: "atari" in name)
 
 # Lines of a script, of its twin, and of the training loop of each, at most; the diff of the two has at most so many, too.
@@ -29,6 +31,7 @@ CEILINGS = {
     "td3_continuous_action": (600, 660, 40),
     "ppo_continuous_action": (665, 730, 55),
     "ppo_atari_envpool": (660, 725, 55),
+    "dqn": (520, 590, 40),
 }
 CHANGED_LINES = {"_torchcompile": 140, "_seeds": 290}
 # Modules of the standard library that an operating system lacks.
@@ -40,6 +43,7 @@ NOT_EVERYWHERE |= set("syslog termios tty winreg winsound".split())
 ONE_STEP = 1e-3
 # Reacher has no contacts, which blow rounding up, and cuts its first episodes before learning starts.
 TWENTY_UPDATES = ("--env-id", "Reacher-v4", "--learning-starts", 64, "--total-timesteps", 85)
+CARTPOLE = ("--env-id", "CartPole-v1", *TWENTY_UPDATES[2:])
 ONE_STEP_OF_PPO = 3e-4
 TWO_ROLLOUTS = ("--num-minibatches", 2, "--update-epochs", 2)
 # Both rollouts of each have a row that is not valid: Reacher cuts an episode after 50 steps.
@@ -171,9 +175,10 @@ def test_inline_metadata_equals_the_requirements(name):
     block = re.match(r"# /// script\n(.*?)# ///\n", text(name), flags=re.DOTALL)[1]
     inline = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))
     required: dict[str, str] = {}
-    for file in ("requirements.txt", "atari.txt" if "atari" in name else "mujoco.txt"):
+    world = "atari" if "atari" in name else "classic_control" if "dqn" in name else "mujoco"
+    for file in ("requirements.txt", f"{world}.txt"):
         lines = (ROOT / "requirements" / file).read_text().splitlines()
-        # gymnasium[mujoco] takes the place of gymnasium.
+        # gymnasium with an extra takes the place of gymnasium.
         required |= {re.match(r"[\w-]+", line)[0]: line for line in lines if line and not line.startswith("#")}
     assert sorted(inline["dependencies"]) == sorted(required.values())
 
@@ -193,14 +198,20 @@ def run_all(train: Callable[..., dict], script: str, *args, atol: float) -> tupl
     return eager, compiled, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("num_envs", [1, 4])
+@pytest.mark.parametrize("options", [("--num-envs", 1), ("--num-envs", 4), ("--double",)], ids=["1", "4", "double"])
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if name in OFF_POLICY])
-def test_eager_twin_and_compiled_twin_compute_the_same(script, num_envs):
-    eager, compiled, graphs = run_all(run, script, *TWENTY_UPDATES, "--num-envs", num_envs, atol=ONE_STEP)
+def test_eager_twin_and_compiled_twin_compute_the_same(script, options):
+    args = TWENTY_UPDATES
+    if script in DISCRETE:
+        args = (*CARTPOLE, *EACH_STEP)
+    elif options == ("--double",):
+        pytest.skip("has no such argument")
+    eager, compiled, graphs = run_all(run, script, *args, *options, atol=ONE_STEP)
     assert eager["updates"] == 20
     kinds = compiled["kinds"]
-    # The policy and the two halves of a gradient step, and nothing compiled again in the run or after it.
-    assert graphs == 3
+    # The policy and the two halves of a gradient step, of which the second of DQN is one operation, and nothing compiled
+    # again in the run or after it.
+    assert graphs == (2 if script in DISCRETE else 3)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step in range(20):
             compiled["size"].fill_(20 + step)
