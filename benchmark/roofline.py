@@ -1,11 +1,11 @@
 """What the matrix products of a script would allow, were they all: a bound on its speed, and how far from it a run is.
 
-    python benchmark/roofline.py [benchmark/results/roofline.jsonl]
+    python benchmark/roofline.py [--scripts NAME ...] [--output benchmark/results/roofline.jsonl]
 
 Counts the floating-point operations of products and convolutions in an agent step, with all that is learnt in one, by
 PyTorch's own counter, in the eager script at its default sizes; measures how many the machine's CPU does a second in large
-float32 products, on as many threads as the script has; and times a compiled run, once. Nothing else may run meanwhile. A file
-named on the command line is written anew, one line a script.
+float32 products, on as many threads as the script has; and times a compiled run, once. Nothing else may run meanwhile. FILE
+gets a line for each script, in place of the one that it has of it.
 """
 
 import json
@@ -16,11 +16,13 @@ import sys
 import tempfile
 import time
 from contextlib import chdir, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
 import results
 import torch
+import tyro
 from job import provenance
 from tables import roofline_table
 from torch.utils.flop_counter import FlopCounterMode
@@ -32,7 +34,16 @@ LENGTHS = {
     "td3_continuous_action": (120, 220, 4000),
     "ppo_continuous_action": (2048, 2 * 2048, 30 * 2048),
     "ppo_atari_envpool": (1024, 2 * 1024, 8 * 1024),
+    "dqn": (300, 700, 60_000),
 }
+
+
+@dataclass
+class Args:
+    scripts: tuple[str, ...] = tuple(LENGTHS)
+    """eager scripts, whose twins are timed"""
+    output: Path | None = None
+    """a file of results to write to; its lines of the same scripts are replaced"""
 
 
 def arguments(script: str, steps: int) -> list[str]:
@@ -82,12 +93,18 @@ def measure(script: str, threads: int) -> dict:
 
 
 def main() -> None:
+    args = tyro.cli(Args)
+    if unknown := [script for script in args.scripts if script not in LENGTHS]:
+        print(f"roofline.py: error: --scripts takes {', '.join(LENGTHS)}, got {' '.join(unknown)}", file=sys.stderr)
+        raise SystemExit(2)
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
-        lines = [measure(script, threads) for script in LENGTHS]
+        lines = [measure(script, threads) for script in args.scripts]
     print(roofline_table(lines))
-    for path in sys.argv[1:]:
-        Path(path).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    if args.output:
+        known = results.read(args.output, results.check_roofline) if args.output.exists() else []
+        every = {line["script"]: line for line in [*known, *lines]}
+        results.replace(args.output, [every[script] for script in LENGTHS if script in every])
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ SCRIPTS = {
     "td3_continuous_action": (["--total-timesteps=310", "--learning-starts=300"], 8),
     "ppo_continuous_action": (["--total-timesteps=4096"], 40),
     "ppo_atari_envpool": (["--total-timesteps=2048"], 2),
+    "dqn": (["--total-timesteps=400", "--learning-starts=300"], 60),
 }
 
 
@@ -92,7 +93,7 @@ sys.path.insert(0, {tools!r})
 script = runpy.run_path(sys.argv[0], run_name="__main__")
 {after}
 update, steps = script["update"], {steps}
-kinds = {{"sac": [(True, True), (False, True)], "td3": [(True,), (False,)]}}.get({script!r}[:3])
+kinds = {{"sac": [(True, True), (False, True)], "td3": [(True,), (False,)], "dqn": [(False,)]}}.get({script!r}[:3])
 kinds = kinds or [(torch.arange(script["minibatch_size"], device=script["device"]),)]
 
 
