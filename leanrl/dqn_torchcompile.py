@@ -207,7 +207,7 @@ class Flat(nn.Module):
                 flat = self.state[kind] = torch.cat([part.detach().flatten() for part in parts])
                 for part, view in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
                     part.data = view.view(part.shape)
-        self.params = self.state["params"] = nn.Parameter(self.state["params"])
+        self.params = self.state["params"] = nn.Parameter(self.state["params"], requires_grad="step" in self.state)
 
     def forward(self, *inputs: Tensor, **options) -> Tensor | tuple[Tensor, ...]:
         parts = self.params.split([shape.numel() for shape in self.shapes.values()])
@@ -483,7 +483,7 @@ if __name__ == "__main__":
         """One gradient step and, if asked for, one of the target network."""
         update_network()
         if with_target:
-            target_network.params.detach().lerp_(q_network.params.detach(), tau)  # [fast 2]
+            target_network.params.lerp_(q_network.params.detach(), tau)  # [fast 2]
 
     def best_action(obs: np.ndarray) -> int:
         """The action of the highest value at an observation, as an environment takes it."""

@@ -315,7 +315,7 @@ class Flat(nn.Module):
                 flat = self.state[kind] = torch.cat([part.detach().flatten() for part in parts])
                 for part, view in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
                     part.data = view.view(part.shape)
-        self.params = self.state["params"] = nn.Parameter(self.state["params"])
+        self.params = self.state["params"] = nn.Parameter(self.state["params"], requires_grad="step" in self.state)
 
     def forward(self, *inputs: Tensor, **options) -> Tensor | tuple[Tensor, ...]:
         parts = self.params.split([shape.numel() for shape in self.shapes.values()])

@@ -251,7 +251,7 @@ class Flat(nn.Module):
                 flat = self.state[kind] = torch.cat([part.detach().flatten() for part in parts])
                 for part, view in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
                     part.data = view.view(part.shape)
-        self.params = self.state["params"] = nn.Parameter(self.state["params"])
+        self.params = self.state["params"] = nn.Parameter(self.state["params"], requires_grad="step" in self.state)
 
     def forward(self, *inputs: Tensor, **options) -> Tensor | tuple[Tensor, ...]:
         parts = self.params.split([shape.numel() for shape in self.shapes.values()])
@@ -537,7 +537,7 @@ if __name__ == "__main__":
         last_losses.copy_(qf_losses.detach())
         losses["qf_loss"].copy_(qf_losses.detach().mean(dim=-1))
         if update_target:
-            critic_target.params.detach().lerp_(critic.params.detach(), tau)  # [fast 2]
+            critic_target.params.lerp_(critic.params.detach(), tau)  # [fast 2]
         return obs
 
     def update_actor(obs: Tensor) -> None:

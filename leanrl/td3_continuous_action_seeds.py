@@ -285,7 +285,7 @@ class Flat(nn.Module):
                 flat = self.state[kind] = torch.cat([part.detach().flatten() for part in parts])
                 for part, view in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
                     part.data = view.view(part.shape)
-        self.params = self.state["params"] = nn.Parameter(self.state["params"])
+        self.params = self.state["params"] = nn.Parameter(self.state["params"], requires_grad="step" in self.state)
 
     def forward(self, *inputs: Tensor, **options) -> Tensor | tuple[Tensor, ...]:
         parts = self.params.split([shape.numel() for shape in self.shapes.values()])
@@ -681,7 +681,7 @@ if __name__ == "__main__":
         adam_step(actor.state, grad, args.learning_rate)
         losses["actor_loss"].copy_(policy_loss.detach())  # [fast 3]
         for target, network in ((actor_target, actor), (critic_target, critic)):
-            target.params.detach().lerp_(network.params.detach(), tau)  # [fast 2]
+            target.params.lerp_(network.params.detach(), tau)  # [fast 2]
 
     def update(with_actor: bool) -> None:
         """One gradient step on a new batch."""

@@ -574,6 +574,8 @@ def test_flat_network_without_adam_has_parameters_alone(flat):
     tensors = {f"net.params.{name}": param for name, param in flat.plain.named_parameters()}
     target = flat.script["Flat"]("net", flat.plain, tensors)
     assert target.state.keys() == {"params"}
+    # Or compiled code that moves it would be that of a forward pass, with a backward that nobody calls.
+    assert not target.params.requires_grad and flat.flat.params.requires_grad
     torch.testing.assert_close(target.params, flat.flat.params, rtol=0, atol=0)
     torch.testing.assert_close(flat.outputs(target), flat.outputs(flat.flat))
 

@@ -85,8 +85,8 @@ STALE = {
     ),
     "targets re-bound": (
         "td3_continuous_action",
-        "target.params.detach().lerp_(network.params.detach(), tau)",
-        "target.params = nn.Parameter(target.params.detach().lerp(network.params.detach(), tau))",
+        "target.params.lerp_(network.params.detach(), tau)",
+        "target.params = nn.Parameter(target.params.lerp(network.params.detach(), tau))",
     ),
     "losses re-bound": (
         "td3_continuous_action",
@@ -104,7 +104,7 @@ STALE = {
     ),
     "another network re-bound": (
         "dqn",
-        "target_network.params.detach().lerp_(q_network.params.detach(), tau)",
+        "target_network.params.lerp_(q_network.params.detach(), tau)",
         "target_network.params = nn.Parameter(q_network.params.detach().clone())",
     ),
     "kinds of gradient steps mixed up": ("sac_continuous_action", "graphs[kind]()", "graphs[kinds[0]]()"),

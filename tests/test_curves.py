@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, TWINS, run
+from conftest import ROOT, run
 from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, str(ROOT / "benchmark"))
