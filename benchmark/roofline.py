@@ -4,8 +4,8 @@
 
 Counts the floating-point operations of products and convolutions in an agent step, with all that is learnt in one, by
 PyTorch's own counter, in the eager script at its default sizes; measures how many the machine's CPU does a second in large
-float32 products, on as many threads as the script has; and times a compiled run, once. Nothing else may run meanwhile. FILE
-gets a line for each script, in place of the one that it has of it.
+float32 products, on as many threads as the script has; and times a compiled run, once. Nothing else may run meanwhile.
+--output names a file of results, whose lines of the same scripts are replaced.
 """
 
 import json
@@ -80,7 +80,7 @@ def measure(script: str, threads: int) -> dict:
     short, long, timed = LENGTHS[script]
     with redirect_stdout(None):
         counted = [operations(script, steps) for steps in (short, long)]
-    threads = 1 if script == "ppo_continuous_action" else threads  # as it sets itself
+    threads = 1 if script in ("ppo_continuous_action", "dqn") else threads  # as they set themselves
     command = [sys.executable, str(ROOT / "leanrl" / f"{script}_torchcompile.py"), "--compile", *arguments(script, timed)]
     summary = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
     megaflops = (counted[1] - counted[0]) / (long - short) / 1e6

@@ -43,8 +43,8 @@ class Task:
     """in the long profiles; at most 1000 in the others, for SPS counts from the first step that learns"""
     env_id: str = "HalfCheetah-v4"
     """the environment of the other profiles"""
-    env_ids: str = "env_ids"
-    """the argument that names others"""
+    env_option: str = "env_ids"
+    """the argument of a sweep that names its environments"""
     peers: tuple[str, ...] = PEERS
     """the libraries that can do it"""
 
@@ -68,7 +68,7 @@ TASKS = {
         learning_env_ids=("Pong-v5", "Breakout-v5"),
         learning_seeds=(1, 2),
         env_id="Breakout-v5",
-        env_ids="atari_env_ids",
+        env_option="atari_env_ids",
         peers=("sb3",),  # SBX has no policy for images
     ),
     "dqn": Task(
@@ -80,7 +80,7 @@ TASKS = {
         learning_seeds=(1, 2, 3, 4, 5),
         learning_starts=10_000,
         env_id="CartPole-v1",
-        env_ids="discrete_env_ids",
+        env_option="discrete_env_ids",
     ),
 }
 
@@ -263,7 +263,7 @@ def select(args: Args, gpus: list[str]) -> list[Run]:
         if learning_starts is not None and profile.checkpoint_every is None:
             learning_starts = min(1000, steps // 3)
         fit = [mode for mode in modes if fits(mode, script)]
-        env_ids = getattr(args, task.env_ids)
+        env_ids = getattr(args, task.env_option)
         if env_ids is None:
             env_ids = task.learning_env_ids if learning else (task.env_id,)
         seeds = args.seeds if args.seeds is not None else profile.seeds or task.learning_seeds

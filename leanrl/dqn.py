@@ -12,10 +12,12 @@ Paper: Mnih et al., "Human-level control through deep reinforcement learning", N
 Run:   python leanrl/dqn.py --env-id CartPole-v1
 Twin:  leanrl/dqn_torchcompile.py computes the same, compiled and captured. Read the diff of the two.
 
-Deviations from the paper; the first three are CleanRL's:
+Deviations from the paper; the first four are CleanRL's:
 - two small layers in place of convolutions, and the hyper-parameters of classic control;
 - Adam in place of RMSProp;
-- the squared error of the values, which is not clipped;
+- rewards are not clipped, and the error is squared as it is, where the paper clips both to -1 and 1;
+- transitions are drawn with replacement;
+- evaluation takes the best actions, where the paper's takes a random one in twenty;
 - the gradient steps run between choosing the actions and stepping the environments, so that a GPU learns while the CPU
   simulates: they see the buffer up to the previous transition.
 """
@@ -72,15 +74,15 @@ class Args:
     buffer_size: int = 10_000  # transitions that the replay buffer holds, over all environments
     gamma: float = 0.99  # the discount factor
     tau: float = 1.0  # how far the target network moves towards the network at each of its updates, from 0 to 1
-    target_network_frequency: int = 500  # agent steps that learn from one update of the target network to the next
+    target_network_frequency: int = 500  # agent steps between two updates of the target network, at most one a gradient step
     batch_size: int = 128  # the number of transitions in a gradient step
-    start_e: float = 1.0  # the share of random actions at the beginning
-    end_e: float = 0.05  # the share of random actions once it has fallen
-    exploration_fraction: float = 0.5  # the part of total_timesteps over which it falls, linearly
-    learning_starts: int = 10_000  # agent steps before those that are learnt from
-    train_frequency: int = 10  # agent steps from one gradient step to the next, whatever the number of environments
+    start_e: float = 1.0  # epsilon, the share of random actions, at the beginning
+    end_e: float = 0.05  # epsilon at the end of the exploration fraction, and from then on
+    exploration_fraction: float = 0.5  # the part of total_timesteps over which epsilon falls, linearly
+    learning_starts: int = 10_000  # agent steps before the first that counts towards a gradient step
+    train_frequency: int = 10  # agent steps between two gradient steps, whatever the number of environments
     learning_rate: float = 2.5e-4  # the learning rate
-    double: bool = False  # the network that learns chooses the actions whose values the target network gives
+    double: bool = False  # double DQN: the network chooses the next action, and the target network values it
 
 
 def check_args(args: Args) -> None:
@@ -89,7 +91,7 @@ def check_args(args: Args) -> None:
         "seed": (0, 2**63 - 1),
         **dict.fromkeys(("log_every", "checkpoint_every", "eval_episodes", "total_timesteps", "num_envs"), (1, math.inf)),
         **dict.fromkeys(("batch_size", "train_frequency", "target_network_frequency"), (1, math.inf)),
-        "learning_starts": (0, math.inf if args.evaluate else args.total_timesteps - 1),
+        "learning_starts": (0, math.inf if args.evaluate else args.total_timesteps - 1 - args.train_frequency),
         "buffer_size": (0 if args.evaluate else max(args.batch_size, args.num_envs), math.inf),
         "learning_rate": (0, math.inf),
         **dict.fromkeys(("gamma", "tau", "start_e", "end_e", "exploration_fraction"), (0, 1)),
@@ -127,13 +129,13 @@ def make_env(args: Args, film: bool = False) -> gym.Env:
 
 # ---- Networks --------------------------------------------------------------------------------------------------------
 class QNetwork(nn.Module):
-    """Action values: (batch, obs_dim), of bytes in units of 255, to (batch, actions)."""
+    """Action values: (batch, obs_dim), of bytes in units of 255, to (batch, num_actions)."""
 
-    def __init__(self, obs_dim: int, actions: int, device: torch.device):
+    def __init__(self, obs_dim: int, num_actions: int, device: torch.device):
         super().__init__()
         self.fc1 = nn.Linear(obs_dim, 120, device=device)
         self.fc2 = nn.Linear(120, 84, device=device)
-        self.fc3 = nn.Linear(84, actions, device=device)
+        self.fc3 = nn.Linear(84, num_actions, device=device)
 
     def forward(self, obs: Tensor) -> Tensor:
         x = obs / 255 if obs.dtype == torch.uint8 else obs
@@ -144,12 +146,12 @@ class QNetwork(nn.Module):
 
 # ---- Algorithm -------------------------------------------------------------------------------------------------------
 def linear_schedule(start_e: float, end_e: float, duration: float, t: int) -> float:
-    """The share of random actions at step t, which goes from start_e to end_e within `duration` steps and stays there."""
+    """Epsilon at step t: it goes from start_e to end_e within `duration` steps and stays there."""
     return start_e + (end_e - start_e) * (min(t / duration, 1) if duration else 1)
 
 
 def epsilon_greedy(values: Tensor, epsilon: Tensor) -> Tensor:
-    """Actions (batch,) by their values (batch, actions): a random one with probability epsilon, else the best.
+    """Actions (batch,) by their values (batch, num_actions): a random one with probability epsilon, else the best.
 
     `epsilon` is a tensor, (): a captured graph would not see a number fall.
     """
@@ -174,7 +176,7 @@ def sample_batch(buffer: Tensor, size: Tensor, batch_size: int, obs_dim: int) ->
 def q_target(rewards: Tensor, terminated: Tensor, values: Tensor, chosen_by: Tensor, gamma: float) -> Tensor:
     """Target of the values, (batch,): r + gamma (1 - terminated) Q(s', argmax_a chosen_by(s', a)).
 
-    values: (batch, actions), the target network's at the next observations. chosen_by: these, too (Mnih et al., algorithm
+    values: (batch, num_actions), the target network's at the next observations. chosen_by: these, too (Mnih et al., algorithm
     1), or those of the network that learns (van Hasselt et al., section "Double DQN").
     """
     best = chosen_by.argmax(dim=-1, keepdim=True)
@@ -380,6 +382,7 @@ if __name__ == "__main__":
         print("CUDA is not available: running on the CPU", file=sys.stderr)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal: 0.77 instead of 0.08 ms a step
+    torch.set_num_threads(1)  # small networks: as fast as two alone, and four times as fast beside a busy process
     torch.set_float32_matmul_precision(args.matmul_precision)
     torch.manual_seed(args.seed)
 
@@ -393,7 +396,7 @@ if __name__ == "__main__":
 
     num_envs = args.num_envs
     columns = np.cumsum([3 * torch.float32.itemsize // dtype.itemsize, obs_dim, obs_dim])
-    capacity, row_dim = 0 if args.evaluate else args.buffer_size // num_envs * num_envs, columns[-1]
+    capacity, row_dim = 0 if args.evaluate else args.buffer_size // num_envs * num_envs, int(columns[-1])
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
     if (needed := dtype.itemsize * capacity * row_dim) > free:
         refuse(f"--buffer-size {capacity} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free")
@@ -402,11 +405,12 @@ if __name__ == "__main__":
     row = torch.zeros(len(env_fns), row_dim, dtype=dtype)
     row_scalars, row_obs, row_next_obs = np.split(row.numpy(), columns[:2], axis=1)
     (row_actions, row_rewards, row_terminated), obs = row_scalars.view(np.float32).T, row_obs.copy()
+    real_numbers = row.numpy() if dtype == torch.float32 else row_rewards  # what could be infinite
     size = torch.ones((), dtype=torch.int64, device=device)  # rows in use; 1 at first: warming up divides by it
     epsilon = torch.zeros((), device=device)
 
-    actions_dim = int(envs.single_action_space.n)
-    q_network, target_network = QNetwork(obs_dim, actions_dim, device), QNetwork(obs_dim, actions_dim, device)
+    num_actions = int(envs.single_action_space.n)
+    q_network, target_network = QNetwork(obs_dim, num_actions, device), QNetwork(obs_dim, num_actions, device)
     target_network.requires_grad_(False).load_state_dict(q_network.state_dict())
     params, target_params = list(q_network.parameters()), list(target_network.parameters())
     optimizer = optim.Adam(params, lr=args.learning_rate, fused=True)
@@ -487,9 +491,9 @@ if __name__ == "__main__":
             row_next_obs[:] = next_obs.reshape(obs.shape)
             if np.count_nonzero(done):
                 row_next_obs[done] = np.stack(infos["final_obs"][done]).reshape(-1, obs_dim)
-            logger.count(global_step, actions, rewards, done, row.numpy(), next_obs)
+            logger.count(global_step, actions, rewards, done, real_numbers, next_obs)
             position = (global_step - num_envs) % capacity
-            buffer[position : position + num_envs].copy_(row, non_blocking=global_step > args.learning_starts)
+            buffer[position : position + num_envs].copy_(row, non_blocking=True)
             if global_step <= capacity:
                 size.fill_(global_step)
             obs[:] = next_obs.reshape(obs.shape)

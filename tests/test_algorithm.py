@@ -54,7 +54,7 @@ OBS_DIM, ACTION_DIM, FILLED = 3, 2, 20
 def sample(script: dict, batch_size: int) -> tuple[torch.Tensor, ...]:
     """Draw from a buffer of which only the first FILLED rows may be used; row i is 100 i, 100 i + 1, ..."""
     row_dim, sizes = 2 * OBS_DIM + ACTION_DIM + 2, (OBS_DIM, ACTION_DIM)
-    if "epsilon_greedy" in script:
+    if "QNetwork" in script:
         row_dim, sizes = 2 * OBS_DIM + 3, (OBS_DIM,)
     buffer = torch.arange(2 * FILLED)[:, None] * 100.0 + torch.arange(row_dim)
     return script["sample_batch"](buffer, torch.tensor(FILLED), batch_size, *sizes)
@@ -75,7 +75,7 @@ def test_sampled_rows_of_discrete_actions_are_whole(script, dtype, batch_size):
     assert torch.equal(torch.stack([obs, next_obs], dim=1), images[drawn])
 
 
-@each_script("sample_batch", "critic_losses")
+@each_script("sample_batch", "Critic")
 def test_sampled_rows_are_whole(script):
     obs, actions, rewards, terminated, next_obs = sample(script, 500)
     start = obs[:, 0]

@@ -32,8 +32,9 @@ from conftest import (
     rendering,
     resume_with_warm_up,
     run,
+    world,
 )
-from envs import episode_end, observation, reward
+from envs import Bytes, episode_end, observation, reward
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 PAIRS = [*zip(SCRIPTS, TWINS, strict=True), *zip(TWINS, SCRIPTS, strict=True), *zip(SCRIPTS, SCRIPTS, strict=True)]
@@ -126,10 +127,11 @@ def test_a_full_replay_buffer_goes_on_in_its_place(name, tmp_path):
 
 @pytest.mark.parametrize("name", NOT_ATARI)
 def test_the_schedule_and_the_curves_go_on(name, tmp_path):
-    play(name, *short(name, 400), "--checkpoint-every", "100", directory=tmp_path)
+    options = ("--checkpoint-every", "100", *(("--exploration-fraction", "1") if name in DISCRETE else ()))
+    play(name, *short(name, 400), *options, directory=tmp_path)
     newest = checkpoints(tmp_path)[-1]
     wait_for_another_second()
-    after = play(name, *short(name, 800), "--checkpoint-every", "100", "--resume", newest.parent, directory=tmp_path)
+    after = play(name, *short(name, 800), *options, "--resume", newest.parent, directory=tmp_path)
     assert len(list(tmp_path.glob("runs/*"))) == 1
     assert len(checkpoints(tmp_path)) == 2
     logged = curves(newest.parent)
@@ -139,10 +141,10 @@ def test_the_schedule_and_the_curves_go_on(name, tmp_path):
         assert min(rates.values()) == pytest.approx(after["learning_rate"])
         assert after["learning_rate"] < 3e-4 / 2
     if name in DISCRETE:
-        # Down to its end within half of the 400 steps, and again of the 800 that the second run knew of.
+        # Down to 0.05 within 400 steps, and from the 400th on within the 800 that the second run knew of.
         shares = dict(logged["charts/epsilon"])
-        assert [shares[step] for step in (100, 200, 500, 800)] == pytest.approx([0.525, 0.05, 0.05, 0.05])
-        assert after["epsilon"].item() == pytest.approx(0.05)
+        assert [shares[step] for step in (200, 400, 600, 800)] == pytest.approx([0.525, 0.05, 0.2875, 0.05])
+        assert after["epsilon"].item() == pytest.approx(1 - 0.95 * 799 / 800)
     assert logged["charts/episodic_return"] == [
         (step, pytest.approx(value)) for step, value, _ in after["episodes"][: after["logger"].logged]
     ]
@@ -454,6 +456,28 @@ def test_gradient_steps_are_owed_from_the_step_resumed_at(name, tmp_path):
     assert train(400, "350", "0.7", *resume) - done in (34, 35)
 
 
+def test_agent_steps_towards_the_next_gradient_step_of_dqn_are_kept(tmp_path):
+    """Of 200 steps that count, the 28th gradient step takes 196; the other four count in the run that goes on."""
+    options = (*SHORT["dqn"][4:], "--train-frequency", "7", "--batch-size", "8")
+    assert play("dqn", *options, "--save-model", directory=tmp_path)["updates"] == 28
+    resume = ("--resume", checkpoints(tmp_path)[0], "--total-timesteps", "303")
+    assert play("dqn", *options, *resume, directory=tmp_path)["updates"] == 28
+    assert play("dqn", *options, *resume[:-1], "304", directory=tmp_path)["updates"] == 29
+
+
+@pytest.mark.parametrize("name", [name for name in DISCRETE if name in SCRIPTS])
+def test_evaluation_sees_bytes_as_training_does(name):
+    made, make = [], gym.make
+    with patch("gymnasium.make", lambda *args, **options: made.append(make(*args, **options)) or made[-1]):
+        trained = run(name, *world(name, "Bytes"), *SHORT[name], "--batch-size", "8", "--eval-episodes", "5")
+    env = made[-1].unwrapped
+    lengths = [episode_end(env.seeds[0], episode)[0] for episode in range(5)]
+    images = [Bytes.image(env.seeds[0], episode, step) for episode, length in enumerate(lengths) for step in range(length)]
+    with torch.no_grad():
+        best = trained["q_network"](torch.from_numpy(np.stack(images)).flatten(1)).argmax(dim=1)
+    assert np.array_equal(best + 5, env.actions)
+
+
 @pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])
 def test_evaluation_repeats_itself_and_changes_nothing(name, tmp_path):
     trained = play(name, *SHORT[name], "--save-model", "--eval-episodes", "3", directory=tmp_path)
@@ -497,10 +521,10 @@ def test_evaluation_plays_whole_episodes(tmp_path):
 
 
 def test_videos_of_the_trained_agent(tmp_path):
-    name, world = "td3_continuous_action", ("--env-id", "InvertedPendulum-v4")
-    assert cli(name, "--no-cuda", *world, *SHORT[name], "--save-model", cwd=tmp_path).returncode == 0
+    name, pendulum = "td3_continuous_action", ("--env-id", "InvertedPendulum-v4")
+    assert cli(name, "--no-cuda", *pendulum, *SHORT[name], "--save-model", cwd=tmp_path).returncode == 0
     options = ("--evaluate", checkpoints(tmp_path)[0], "--eval-episodes", "1", "--capture-video")
-    process = cli(name, "--no-cuda", *world, *options, cwd=tmp_path, env=rendering())
+    process = cli(name, "--no-cuda", *pendulum, *options, cwd=tmp_path, env=rendering())
     assert process.returncode == 0, process.stderr
     assert len(json.loads(process.stdout)["eval_returns"]) == 1
     assert [video.stat().st_size > 1000 for video in tmp_path.glob("runs/*/evaluation/videos/*.mp4")] == [True]

@@ -82,7 +82,8 @@ REFUSALS = {
         "targets that never follow": (("--target-network-frequency", "0"), "--target-network-frequency"),
         "buffer smaller than the batch": (("--buffer-size", "127"), "--buffer-size"),
         "buffer larger than memory": (("--buffer-size", "1000000000000"), "GiB"),
-        "no learning": (("--learning-starts", "1000", "--total-timesteps", "1000"), "--learning-starts"),
+        "buffer beyond 64 bits": (("--buffer-size", "10000000000000000000"), "GiB"),
+        "no learning": (("--learning-starts", "989", "--total-timesteps", "999"), "--learning-starts"),
         "folder without checkpoints": (("--resume", "."), "--resume"),
     },
     "ppo_atari_envpool": {

@@ -62,6 +62,14 @@ def test_what_is_not_finite_ends_the_run_and_is_told_with_its_step_and_environme
     assert raised.value.code == f"{name}.py: error: environment 1, step 12: a number is not finite"
 
 
+@pytest.mark.parametrize("name", [name for name in DISCRETE if name in SCRIPTS])
+def test_a_reward_beyond_float32_is_told_where_rows_are_bytes(name, monkeypatch):
+    monkeypatch.setattr("envs.reward", lambda episode, step: 1e39)
+    with pytest.raises(SystemExit) as raised:
+        run(name, *world(name, "Bytes"), *SHORT[name], "--num-envs", "2")
+    assert raised.value.code == f"{name}.py: error: environment 0, step 2: a number is not finite"
+
+
 @pytest.mark.parametrize("name", NOT_ATARI)
 def test_an_infinite_return_is_null_in_a_summary_of_strict_json(name, faulty, tmp_path, capfd):
     faults = world(name, "Faulty")

@@ -128,7 +128,7 @@ def assert_share_of_random_actions(run: dict) -> None:
     for epsilon in (0.0, 0.4, 1.0):
         run["epsilon"].fill_(epsilon)
         greedy = torch.stack([run["act"](obs)[0] == best for _ in range(1000)]).double().mean().item()
-        expected = 1 - epsilon * (1 - 1 / run["actions_dim"])
+        expected = 1 - epsilon * (1 - 1 / run["num_actions"])
         assert abs(greedy - expected) <= 4 * math.sqrt(expected * (1 - expected) / 1000), (epsilon, greedy)
 
 

@@ -14,11 +14,12 @@ discrete = pytest.mark.parametrize("name", DISCRETE)
 both_counts_of_envs = pytest.mark.parametrize("num_envs", [1, 3])
 
 OBS_DIM, ACTION_DIM = 4, 2
-NEVER = [("--updates-per-step", 0), ("--train-frequency", 1000)]  # a gradient step, by whether actions are discrete
+# The networks stay as they are.
+UNTRAINED = dict.fromkeys(ACTOR_CRITIC, ("--updates-per-step", 0)) | dict.fromkeys(DISCRETE, ("--learning-rate", 0))
 
 
 def fresh(name: str, num_envs: int = 1, *args, kind: str = "Scripted") -> dict:
-    """A run of 42 steps in a scripted world, of which the first ten are not learnt from."""
+    """A run of 42 steps in a scripted world; learning starts after ten."""
     fixed = ("--batch-size", 4, "--learning-starts", 10, "--total-timesteps", 42, *(EACH_STEP if name in DISCRETE else ()))
     return run(name, *world(name, kind), *fixed, "--num-envs", num_envs, *args)
 
@@ -67,8 +68,11 @@ def test_replay_buffer_holds_the_transitions(name, num_envs, buffer_size):
     for step in histories(result):
         for (obs, earned, terminated, next_obs, _), action in step:
             ends = (obs.ravel(), next_obs.ravel())
-            known = [[action - 5, earned, terminated], *ends] if name in DISCRETE else [ends[0], action, [earned, terminated]]
-            rows.append(np.concatenate(known if name in DISCRETE else [*known, ends[1]]).astype(np.float32))
+            if name in DISCRETE:
+                parts = [[action - 5, earned, terminated], *ends]
+            else:
+                parts = [ends[0], action, [earned, terminated], ends[1]]
+            rows.append(np.concatenate(parts).astype(np.float32))
     assert len(rows) == result["global_step"] == 42
     capacity = buffer_size // num_envs * num_envs
     assert result["buffer"].dtype == torch.float32
@@ -139,8 +143,8 @@ def set_outputs(result: dict, value: float) -> None:
 
 @pytest.fixture
 def untrained(name) -> dict:
-    """A run without a gradient step, to be changed at will."""
-    return fresh(name, 1, *NEVER[name in DISCRETE])
+    """A run that has learnt nothing, to be changed at will."""
+    return fresh(name, 1, *UNTRAINED[name])
 
 
 @actor_critic
@@ -210,11 +214,22 @@ def test_number_of_gradient_steps(name, num_envs, updates_per_step, updates, of_
 
 @discrete
 @pytest.mark.parametrize(
-    ("num_envs", "train_frequency", "updates"), [(1, 1, 31), (1, 4, 7), (1, 31, 1), (1, 32, 0), (4, 1, 30), (4, 4, 7)]
+    ("num_envs", "train_frequency", "updates"), [(1, 1, 31), (1, 4, 7), (1, 16, 1), (1, 30, 1), (4, 1, 30), (4, 4, 7)]
 )
 def test_number_of_gradient_steps_of_discrete_actions(name, num_envs, train_frequency, updates):
     result = scripted(name, num_envs, "--train-frequency", train_frequency)
     assert result["updates"] == gradient_steps(result, "q_network") == updates
+
+
+@discrete
+def test_the_target_of_double_dqn_is_that_of_the_action_which_the_network_prefers(name):
+    """After an update of the target network both are the same network; from the second gradient step on they differ."""
+    options = ("--target-network-frequency", 1000, "--learning-rate", 0.01)
+    plain, double = (scripted(name, 1, *options, *flags) for flags in ((), ("--double",)))
+    with pytest.raises(AssertionError):
+        assert_same_numbers(plain, double)
+    always = ("--target-network-frequency", 1, "--learning-rate", 0.01)
+    assert_same_numbers(scripted(name, 1, *always), scripted(name, 1, *always, "--double"), rtol=0, atol=0)
 
 
 @discrete
@@ -241,10 +256,11 @@ def test_target_networks_follow(name):
     still, following, untouched = (
         scripted(name, 1, *fixed, 0),
         scripted(name, 1, *fixed, 1),
-        scripted(name, 1, *NEVER[name in DISCRETE]),
+        scripted(name, 1, *UNTRAINED[name]),
     )
-    targets = [key for key in still if "target" in key and isinstance(still[key], torch.nn.Module)]
-    assert targets
+    targets = {key for key in still if "target" in key and isinstance(still[key], torch.nn.Module)}
+    actor_critic = {"critic_target"} | ({"actor_target"} if name.startswith("td3") else set())
+    assert targets == ({"target_network"} if name in DISCRETE else actor_critic)
     same = partial(torch.testing.assert_close, rtol=0, atol=0)
     for target in targets:
         network = "q_network" if name in DISCRETE else target.removesuffix("_target")

@@ -204,7 +204,11 @@ def run_all(train: Callable[..., dict], script: str, *args, atol: float) -> tupl
 
 @pytest.mark.parametrize(
     ("script", "option"),
-    [*product([name for name in SCRIPTS if name in OFF_POLICY], ["--num-envs=1", "--num-envs=4"]), ("dqn", "--double")],
+    [
+        *product([name for name in SCRIPTS if name in OFF_POLICY], ["--num-envs=1", "--num-envs=4"]),
+        ("dqn", "--double"),
+        ("dqn", "--env-id=envs:BytesChoices-v0"),
+    ],
 )
 def test_eager_twin_and_compiled_twin_compute_the_same(script, option):
     args = (*CARTPOLE, *EACH_STEP) if script in DISCRETE else TWENTY_UPDATES
