@@ -24,6 +24,7 @@ from selection import MODES, SEEDS
 from tables import PUBLISHED, by, machine, markdown
 
 LAST = 100  # training episodes, whose mean return is what a run has reached
+ENDS = {"1M": 1.0, "500k": 0.5}  # steps of the literature's runs that ours have, too, in millions
 THROUGH = 0.95  # of the steps of the longest run: what is less far is not part of a mean
 SOURCES = ("CleanRL", "Stable-Baselines3 zoo", "authors", "others")  # columns of the literature's figures
 THIN = {"color": "#777777", "linewidth": 0.6, "alpha": 0.8}
@@ -72,7 +73,7 @@ def reached_by_others(literature: list[dict], algorithm: str, env_id: str, sourc
     fit = [line for line in literature if (line["algorithm"], line["env_id"], line["source"]) == (algorithm, env_id, source)]
     cells = []
     for line in fit:
-        more = [line["steps"] if line["steps"] != "1M" else "", line["note"]]
+        more = [line["steps"] if line["steps"] not in ENDS else "", line["note"]]
         cells.append(f"{line['mean']:g} ± {line['spread']:g}" + "".join(f", {text}" for text in more if text))
     return "; ".join(cells)
 
@@ -173,15 +174,15 @@ def draw(axis, curves: list[dict], key: str) -> None:
 
 
 def mark(axis, algorithm: str, env_id: str, key: str) -> None:
-    """CleanRL's figure: by steps, at a million, a point with its spread; after more, or by time, a level."""
+    """CleanRL's figure: by steps, a point with its spread where our runs end; after more steps, or by time, a level."""
     literature = results.read(PUBLISHED / "literature.jsonl", results.check_literature)
     styles = itertools.cycle(["--", ":"])
     for line in literature:
         if (line["algorithm"], line["env_id"], line["source"]) == (algorithm, env_id, "CleanRL"):
             label = ", ".join(filter(None, [f"CleanRL, {line['steps']} steps", line["note"]]))
-            if key == "step" and line["steps"] == "1M":
-                marker = "s" if line["note"] else "D"
-                axis.errorbar(1.0, line["mean"], line["spread"], fmt=marker, color=LITERATURE, capsize=4, label=label)
+            if key == "step" and line["steps"] in ENDS:
+                style = {"fmt": "s" if line["note"] else "D", "color": LITERATURE, "capsize": 4, "label": label}
+                axis.errorbar(ENDS[line["steps"]], line["mean"], line["spread"], **style)
             else:
                 axis.axhline(line["mean"], color=LITERATURE, linestyle=next(styles), linewidth=1.2, label=label)
 
@@ -191,7 +192,7 @@ def finish(axis, title: str, key: str) -> None:
     axis.set_title(title, fontsize=11)
     axis.set_xlabel({"step": "million agent steps", "seconds": "minutes, start-up included"}[key])
     axis.set_ylabel("return of training episodes")
-    axis.legend(frameon=False, fontsize=9, loc="lower right")
+    axis.legend(frameon=False, fontsize=9, loc="best")
 
 
 def plot_returns_of(algorithm: str, lines: list[dict], curves: list[dict]):
