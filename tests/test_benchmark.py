@@ -330,7 +330,7 @@ def test_a_run_that_is_shorter_than_its_profile_is_refused(tmp_path):
     ("args", "message"),
     [
         (("sac_continuous_action", "--gamma", "2"), "sac_continuous_action.py: error: --gamma takes a number from 0 to 1, "),
-        (("sac",), "profile_run.py: error: takes one of: ppo_atari_envpool ppo_atari_envpool_torchcompile ppo_continuous"),
+        (("sac",), "profile_run.py: error: takes one of: dqn dqn_torchcompile ppo_atari_envpool "),
         ((), "profile_run.py: error: the following arguments are required: name"),
         (("sac_continuous_action", "--trace", "/dev/null/trace"), "profile_run.py: error: --trace takes a file that can be "),
         (("sac_continuous_action", "--trace", "/"), "profile_run.py: error: --trace takes a file that can be written, got /"),
