@@ -543,7 +543,7 @@ def refused(done: subprocess.CompletedProcess) -> str:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--scripts", "dqn"], "--scripts takes sac_continuous_action, td3_"),
+        (["--scripts", "c51"], "--scripts takes sac_continuous_action, td3_"),
         (["--modes", "fast"], "--modes takes eager, twin, compile, cudagraphs, both, seeds, seeds_both, sb3, sbx; got fast"),
         (["--modes", "sbx"], "--modes sb3 and sbx need --peers"),
         (["--profile", "long"], "--profile takes quick, speed, full, learning; got long"),
