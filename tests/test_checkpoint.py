@@ -11,7 +11,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from unittest.mock import patch
 
 import gymnasium as gym
 import numpy as np
@@ -465,11 +464,19 @@ def test_agent_steps_towards_the_next_gradient_step_of_dqn_are_kept(tmp_path):
     assert play("dqn", *options, *resume[:-1], "304", directory=tmp_path)["updates"] == 29
 
 
+@pytest.fixture
+def made(monkeypatch) -> list[gym.Env]:
+    """The environments that are made, the last of which is that of an evaluation."""
+    environments, make = [], gym.make
+    monkeypatch.setattr(
+        "gymnasium.make", lambda *args, **options: environments.append(make(*args, **options)) or environments[-1]
+    )
+    return environments
+
+
 @pytest.mark.parametrize("name", [name for name in DISCRETE if name in SCRIPTS])
-def test_evaluation_sees_bytes_as_training_does(name):
-    made, make = [], gym.make
-    with patch("gymnasium.make", lambda *args, **options: made.append(make(*args, **options)) or made[-1]):
-        trained = run(name, *world(name, "Bytes"), *SHORT[name], "--batch-size", "8", "--eval-episodes", "5")
+def test_evaluation_sees_bytes_as_training_does(name, made):
+    trained = run(name, *world(name, "Bytes"), *SHORT[name], "--batch-size", "8", "--eval-episodes", "5")
     env = made[-1].unwrapped
     lengths = [episode_end(env.seeds[0], episode)[0] for episode in range(5)]
     images = [Bytes.image(env.seeds[0], episode, step) for episode, length in enumerate(lengths) for step in range(length)]
@@ -496,10 +503,8 @@ def test_evaluation_repeats_itself_and_changes_nothing(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NOT_ATARI)
-def test_evaluation_takes_the_best_actions_sums_the_rewards_and_shows_a_bar(name, tmp_path, capfd):
-    made, make = [], gym.make
-    with patch("gymnasium.make", lambda *args, **options: made.append(make(*args, **options)) or made[-1]):
-        trained = play(name, *SHORT[name], "--eval-episodes", "3", directory=tmp_path)
+def test_evaluation_takes_the_best_actions_sums_the_rewards_and_shows_a_bar(name, made, tmp_path, capfd):
+    trained = play(name, *SHORT[name], "--eval-episodes", "3", directory=tmp_path)
     assert re.search(r"\revaluation: 100%.* 3/3 ", capfd.readouterr().err)
     env = made[-1].unwrapped
     seed = env.seeds[0]
