@@ -7,17 +7,16 @@ import statistics
 import pytest
 from conftest import cli
 
-PENDULUM = ("--env-id", "InvertedPendulum-v4")
+INVERTED_PENDULUM = ("--env-id", "InvertedPendulum-v4")
+# A pendulum to be swung up, which random actions leave at -1200 or so. At learning rates of 1e-3, 8000 steps are enough; with
+# the default ones TD3 takes 45,000 or more for InvertedPendulum-v4: docs/td3.md.
+PENDULUM = ("--env-id", "Pendulum-v1", "--learning-starts", "1000")
 # Steps, the floor for the mean of the last ten episodes, and arguments.
 RUNS = {
-    "sac_continuous_action": (20_000, 900, (*PENDULUM, "--learning-starts", "1000")),
-    # With the default step sizes it takes 45,000 steps or more: docs/td3.md.
-    "td3_continuous_action": (
-        25_000,
-        900,
-        (*PENDULUM, "--learning-starts", "1000", "--learning-rate", "1e-3", "--tau", "0.02"),
-    ),
-    "ppo_continuous_action": (60_000, 850, PENDULUM),
+    # Seeds 1 to 4 of the compiled twins are at -236 to -120.
+    "sac_continuous_action": (8_000, -300, (*PENDULUM, "--policy-lr", "1e-3")),
+    "td3_continuous_action": (8_000, -300, (*PENDULUM, "--learning-rate", "1e-3", "--tau", "0.02")),
+    "ppo_continuous_action": (60_000, 850, INVERTED_PENDULUM),
     # CartPole-v1, where random actions reach 22. Seeds 1 to 6 are at 108 to 294 after so few steps.
     "dqn": (40_000, 100, ("--learning-starts", "1000")),
 }
@@ -30,7 +29,7 @@ def test_learns(script, flags):
     name = f"{script}_torchcompile" if flags else script
     steps, floor, args = RUNS[script]
     reached = []
-    # One seed in eight of TD3 falls short, and which one depends on the rounding of the machine.
+    # A seed may fall short, and which one depends on the rounding of the machine.
     while len(reached) < 2 and max(reached, default=-math.inf) < floor:
         seed = ("--seed", len(reached) + 1)
         process = cli(name, "--total-timesteps", steps, *args, *seed, "--no-cuda", *flags)
@@ -42,12 +41,22 @@ def test_learns(script, flags):
     assert max(reached) >= floor, reached
 
 
+# With batches of 64, which take a third of the time: steps, the floors for the mean and for the worst of four agents, arguments.
+SEEDS_RUNS = {
+    # To where the pole no longer falls at once; idle it stands for 58.
+    "sac_continuous_action_seeds": (15_000, 300, 75, (*INVERTED_PENDULUM, "--learning-starts", "1000")),
+    # Seeds 1 to 4 and 11 to 14 are at -205 to -105.
+    "td3_continuous_action_seeds": (8_000, -250, -350, RUNS["td3_continuous_action"][2]),
+}
+
+
 @pytest.mark.slow
-def test_four_agents_at_once_learn_inverted_pendulum():
-    """With small batches, which take a third of the time, to where the pole no longer falls at once; idle it stands for 58."""
-    options = ("--learning-starts", "1000", "--batch-size", "64", "--total-timesteps", "15000", "--seeds", "1", "2", "3", "4")
-    process = cli("sac_continuous_action_seeds", *PENDULUM, "--no-cuda", "--compile", *options)
+@pytest.mark.parametrize("script", SEEDS_RUNS)
+def test_four_agents_at_once_learn(script):
+    steps, mean, worst, args = SEEDS_RUNS[script]
+    options = ("--batch-size", "64", "--total-timesteps", steps, "--seeds", "1", "2", "3", "4")
+    process = cli(script, *args, *options, "--no-cuda", "--compile")
     assert process.returncode == 0, process.stderr
     reached = json.loads(process.stdout.splitlines()[-1])["episodic_return_10"]
-    assert statistics.mean(reached) >= 300, reached
-    assert min(reached) >= 75, reached
+    assert statistics.mean(reached) >= mean, reached
+    assert min(reached) >= worst, reached
