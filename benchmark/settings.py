@@ -58,6 +58,7 @@ def compiled_with(options: str) -> tuple[str, str]:
 SETTINGS = {
     "as it is": Setting(),
     "cpp_wrapper off": Setting(replace=('cpp_wrapper = device.type == "cpu"', "cpp_wrapper = False")),
+    "vec_isa_ok off": Setting(replace=("vec_isa_ok = True", "vec_isa_ok = None")),
     "one graph a gradient step": Setting(
         replace=(
             "act, update_critic, update_actor = (torch.compile(f, fullgraph=True) "

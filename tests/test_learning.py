@@ -41,7 +41,7 @@ def test_learns(script, flags):
     assert max(reached) >= floor, reached
 
 
-# With batches of 64, which take a third of the time: steps, the floors for the mean and for the worst of four agents, arguments.
+# With batches of 64, which take a third of the time: steps, floors for the mean and for the worst of four agents, arguments.
 SEEDS_RUNS = {
     # To where the pole no longer falls at once; idle it stands for 58.
     "sac_continuous_action_seeds": (15_000, 300, 75, (*INVERTED_PENDULUM, "--learning-starts", "1000")),
