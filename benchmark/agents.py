@@ -37,7 +37,7 @@ class Args:
     agents: tuple[int, ...] = (1, 2, 4, 8)
     """numbers of agents"""
     workers: tuple[int, ...] = ()
-    """numbers of agents with --env-workers, too"""
+    """numbers of agents in one process, with and without --env-workers"""
     rounds: int = 3
     """how often each is timed"""
     output: Path | None = None
@@ -97,6 +97,7 @@ def main() -> int:
     for _ in range(args.rounds):
         for script in args.scripts:
             modes = [(mode, agents) for agents in args.agents for mode in ("seeds", "processes")]
+            modes += [("seeds", agents) for agents in args.workers if agents not in args.agents]
             for mode, agents in [*modes, *(("workers", agents) for agents in args.workers)]:
                 try:
                     lines.append(measure(script, mode, agents))
