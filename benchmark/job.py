@@ -238,9 +238,11 @@ def training_seconds(summary: dict) -> float:
 
 
 def begin() -> None:
-    """What a run does before it becomes the script: die with its parent, and hear Ctrl+C, which the parent may not."""
+    """What a run does before it becomes the script: die with its parent, hear Ctrl+C, which that may not, and be as nice."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+        with suppress(OSError):  # nice counts within a session only, and the run has its own
+            Path("/proc/self/autogroup").write_text(str(os.nice(0)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 

@@ -78,7 +78,7 @@ def main() -> None:
     given = {"learning_starts": args.learning_starts, "batch_size": args.batch_size, "n_steps": args.num_steps}
     options = options | {name: value for name, value in given.items() if value}
     if args.width:
-        layers = [args.width, 84 if algorithm == "DQN" else args.width]
+        layers = [args.width, args.width]
         options["policy_kwargs"] = {"net_arch": {"pi": layers, "vf": layers} if algorithm == "PPO" else layers}
     library = importlib.import_module(PACKAGES[args.peer])
     env = make_env(args.script, args.env_id, args.seed, args.num_envs)

@@ -5,9 +5,9 @@
 Times each twin with --compile along one axis at a time, one run a point, and, where there is an interpreter with
 requirements/peers.txt, SBX beside it. An agent step has as many gradient steps as by default, but for PPO's batches, where a
 rollout is learnt from as often. Nothing else may run meanwhile; it takes half an hour on two cores. A width other than the
-script's is that of a copy of it, changed in the section "Networks" (of Atari the layer behind the convolutions, of DQN the
-first). FILE gets a line a point, and started again at the same commit, only those that it lacks are timed. docs/benchmark.md
-shows benchmark/results/scaling.jsonl.
+script's is that of a copy of it, changed in the section "Networks" (of Atari the layer behind the convolutions). FILE gets a
+line a point, and started again at the same commit, only those that it lacks are timed. docs/benchmark.md shows
+benchmark/results/scaling.jsonl.
 
 Exit status: 0 all points are timed, 1 some runs failed, 2 a bad argument.
 """
@@ -26,7 +26,6 @@ import results
 import tables
 import tyro
 from job import git, provenance, summary_of
-from selection import TASKS
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / "benchmark" / "peers.py"
@@ -37,9 +36,8 @@ DEFAULTS = {
     "td3_continuous_action": {"num_envs": 1, "batch_size": 256, "width": 256},
     "ppo_continuous_action": {"num_envs": 1, "batch_size": 64, "width": 64},
     "ppo_atari_envpool": {"num_envs": 8, "batch_size": 256, "width": 512},
-    "dqn": {"num_envs": 1, "batch_size": 128, "width": 120},
 }
-STARTS = 512  # agent steps of SAC, TD3 and DQN before they learn: whole steps of any number of environments
+STARTS = 512  # agent steps of SAC and TD3 before they learn: whole steps of any number of environments
 LONG = {"ppo_continuous_action": 50_000, "ppo_atari_envpool": 4_000}  # agent steps, seconds of a run; at least two rollouts
 
 
@@ -79,7 +77,7 @@ class Measurement:
         """The arguments of the script, for a run of some seconds or, of PPO, at least two rollouts."""
         envs, batch, width = self.sizes.values()
         if not self.script.startswith("ppo"):
-            cost = max(1, batch / 256) * max(1, width / 256) ** 1.5 * self.updates_per_step
+            cost = max(1, batch / 256) * max(1, width / 256) ** 1.5
             steps = STARTS + max(128, int(1536 / cost))
             return {"num-envs": envs, "batch-size": batch, "learning-starts": STARTS, "total-timesteps": steps}
         rollout = envs * self.num_steps
@@ -90,7 +88,7 @@ class Measurement:
     def updates_per_step(self) -> float:
         """Gradient steps per agent step."""
         if not self.script.startswith("ppo"):
-            return 0.1 if self.script == "dqn" else 1.0
+            return 1.0
         return (4 if "atari" in self.script else 10) / self.sizes["batch_size"]
 
     def command(self, folder: Path, peers: Path | None) -> tuple[str, ...]:
@@ -101,9 +99,8 @@ class Measurement:
             given = {key: value for key, value in self.arguments.items() if key != "num-minibatches"}
             given |= {"batch-size": batch, "width": width} | ({"settle": max(32, 2 * envs)} if learns else {})
             given["total-timesteps"] += given["settle"] if learns else 2 * envs * self.num_steps  # in which JAX compiles
-            given |= {"env-id": TASKS[self.script].env_id, "seed": 1}
             options = [f"--{key}={value}" for key, value in given.items()]
-            return (str(peers.absolute()), str(PEERS), "sbx", self.script, *options)
+            return (str(peers.absolute()), str(PEERS), "sbx", self.script, "--env-id=HalfCheetah-v4", "--seed=1", *options)
         path = ROOT / "leanrl" / f"{self.script}_torchcompile.py"
         if self.axis == "width":
             path = folder / path.name
@@ -125,9 +122,7 @@ def points(args: Args) -> Iterator[Measurement]:
         for axis in args.axes:
             for value in sorted({*VALUES[axis], DEFAULTS[script][axis]}):
                 yield Measurement(script, "compile", axis, value)
-                # Its DQN counts steps of all environments at once, and so learns less often where there are many.
-                alike = script != "dqn" or axis != "num_envs" or value == 1
-                if args.peers and "sbx" in TASKS[script].peers and alike:
+                if args.peers and "atari" not in script:  # SBX has no policy for images
                     yield Measurement(script, "sbx", axis, value)
 
 

@@ -1,4 +1,4 @@
-"""What settings around the twins are worth: guards, what calls the kernels, threads, precision, products by oneDNN.
+"""What settings around the twins are worth: guards, calls of kernels, start-up, threads, precision, products by oneDNN.
 
     python benchmark/settings.py [--scripts NAME ...] [--settings NAME ...] [--output FILE]
 

@@ -22,12 +22,18 @@ import plots
 import profile_run
 import report
 import results
+import settings
 import tables
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
 def test_tables_are_those_of_the_results(path):
     assert report.render(path.read_text()) == path.read_text()
+
+
+@pytest.mark.parametrize("setting", settings.SETTINGS)
+def test_each_setting_changes_a_twin(setting):
+    assert any(settings.applies(script, settings.SETTINGS[setting]) for script in settings.SCRIPTS)
 
 
 def line(mode: str, sps: float, startup: float | None = 1.0, cold: bool = False, gpu: str | None = None, **more) -> dict:

@@ -191,6 +191,18 @@ def test_workers_have_their_own_cores(house):
     assert house.done() == [0, 1, 2, 3]
 
 
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="processes are not grouped by session here")
+def test_runs_give_way_to_other_work_as_the_sweep_does(house):
+    (house.leanrl / "hold").touch()
+    house.tell(0, "wait")
+    sweep = house.start(seeds=1, preexec_fn=lambda: os.nice(5))
+    house.wait_for_starts(1)
+    groups = [Path(f"/proc/{process}/autogroup").read_text() for process in house.stand_ins()]
+    (house.leanrl / "hold").unlink()
+    assert sweep.wait(60) == 0
+    assert [group.split()[-1] for group in groups] == ["5"]
+
+
 def test_after_kill_9_finished_runs_are_not_repeated(house):
     house.tell(1, "wait")
     (house.leanrl / "hold").touch()

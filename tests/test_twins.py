@@ -4,6 +4,7 @@ import ast
 import difflib
 import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from itertools import product
@@ -182,6 +183,16 @@ def test_inline_metadata_equals_the_requirements(name):
         # gymnasium with an extra takes the place of gymnasium.
         required |= {re.match(r"[\w-]+", line)[0]: line for line in lines if line and not line.startswith("#")}
     assert sorted(inline["dependencies"]) == sorted(required.values())
+
+
+@pytest.mark.slow
+def test_the_instruction_set_is_the_one_that_inductor_finds_by_trying():
+    found = []
+    for trusted in (None, True):
+        code = f"import torch._inductor.config as config; config.cpp.vec_isa_ok = {trusted}; "
+        code += "from torch._inductor.cpu_vec_isa import pick_vec_isa; print(isa := pick_vec_isa(), isa.build_arch_flags())"
+        found.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert found[0] == found[1] != ""
 
 
 def run_all(train: Callable[..., dict], script: str, *args, atol: float) -> tuple[dict, dict, int]:
