@@ -7,7 +7,7 @@ Same task and networks, same batches and number of gradient steps as the scripts
 given (not of Atari); everything else is the library's default. PPO goes without the normalisation that the script has, which
 saves the libraries time. Atari games are ale-py's behind Stable-Baselines3's own wrappers, stepped in turn: the same frames,
 network and batches, but no EnvPool. SPS counts from a step at which everything is compiled, for JAX compiles when it first
-learns: of PPO after two rollouts, of SAC and TD3 after as many agent steps in which they learn as --settle says.
+learns: of PPO after two rollouts, of the others after as many agent steps in which they learn as --settle says.
 """
 
 import argparse
@@ -41,7 +41,7 @@ ALGORITHMS = {
 
 
 class Stopwatch(BaseCallback):
-    """Starts with the first rollout from step `start` on; of SAC and TD3 a rollout is a step of the environments."""
+    """Starts with the first rollout from step `start` on, which for SAC and TD3 is a step of the environments, for DQN ten."""
 
     def __init__(self, start: int):
         super().__init__()
@@ -77,8 +77,10 @@ def main() -> None:
     algorithm, policy, options = ALGORITHMS[args.script]
     given = {"learning_starts": args.learning_starts, "batch_size": args.batch_size, "n_steps": args.num_steps}
     options = options | {name: value for name, value in given.items() if value}
+    if algorithm == "DQN":  # train_freq counts steps of all environments at once
+        options["gradient_steps"] = args.num_envs
     if args.width:
-        layers = [args.width, args.width]
+        layers = [args.width, *options["policy_kwargs"]["net_arch"][1:]] if algorithm == "DQN" else [args.width, args.width]
         options["policy_kwargs"] = {"net_arch": {"pi": layers, "vf": layers} if algorithm == "PPO" else layers}
     library = importlib.import_module(PACKAGES[args.peer])
     env = make_env(args.script, args.env_id, args.seed, args.num_envs)

@@ -5,9 +5,9 @@
 Times each twin with --compile along one axis at a time, one run a point, and, where there is an interpreter with
 requirements/peers.txt, SBX beside it. An agent step has as many gradient steps as by default, but for PPO's batches, where a
 rollout is learnt from as often. Nothing else may run meanwhile; it takes half an hour on two cores. A width other than the
-script's is that of a copy of it, changed in the section "Networks" (of Atari the layer behind the convolutions). FILE gets a
-line a point, and started again at the same commit, only those that it lacks are timed. docs/benchmark.md shows
-benchmark/results/scaling.jsonl.
+script's is that of a copy of it, changed in the section "Networks" (of Atari the layer behind the convolutions, of DQN the
+first). FILE gets a line a point, and started again at the same commit, only those that it lacks are timed. docs/benchmark.md
+shows benchmark/results/scaling.jsonl.
 
 Exit status: 0 all points are timed, 1 some runs failed, 2 a bad argument.
 """
@@ -26,6 +26,7 @@ import results
 import tables
 import tyro
 from job import git, provenance, summary_of
+from selection import TASKS
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / "benchmark" / "peers.py"
@@ -36,9 +37,11 @@ DEFAULTS = {
     "td3_continuous_action": {"num_envs": 1, "batch_size": 256, "width": 256},
     "ppo_continuous_action": {"num_envs": 1, "batch_size": 64, "width": 64},
     "ppo_atari_envpool": {"num_envs": 8, "batch_size": 256, "width": 512},
+    "dqn": {"num_envs": 1, "batch_size": 128, "width": 120},
 }
-STARTS = 512  # agent steps of SAC and TD3 before they learn: whole steps of any number of environments
-LONG = {"ppo_continuous_action": 50_000, "ppo_atari_envpool": 4_000}  # agent steps, seconds of a run; at least two rollouts
+STARTS = 512  # agent steps of SAC, TD3 and DQN before they learn: whole steps of any number of environments
+# Agent steps that are timed, some seconds; of PPO at least two rollouts. DQN explores by the share of them that is over.
+LONG = {"ppo_continuous_action": 50_000, "ppo_atari_envpool": 4_000, "dqn": 20_480}
 
 
 @dataclass
@@ -78,7 +81,7 @@ class Measurement:
         envs, batch, width = self.sizes.values()
         if not self.script.startswith("ppo"):
             cost = max(1, batch / 256) * max(1, width / 256) ** 1.5
-            steps = STARTS + max(128, int(1536 / cost))
+            steps = STARTS + LONG.get(self.script, max(128, int(1536 / cost)))
             return {"num-envs": envs, "batch-size": batch, "learning-starts": STARTS, "total-timesteps": steps}
         rollout = envs * self.num_steps
         steps = {"num-steps": self.num_steps, "total-timesteps": max(2, LONG[self.script] // rollout) * rollout}
@@ -88,19 +91,22 @@ class Measurement:
     def updates_per_step(self) -> float:
         """Gradient steps per agent step."""
         if not self.script.startswith("ppo"):
-            return 1.0
+            return 0.1 if self.script == "dqn" else 1.0
         return (4 if "atari" in self.script else 10) / self.sizes["batch_size"]
 
     def command(self, folder: Path, peers: Path | None) -> tuple[str, ...]:
         """The command that runs it; a copy of the script is made in `folder`."""
         if self.mode == "sbx":
             envs, batch, width = self.sizes.values()
-            learns = not self.script.startswith("ppo")
             given = {key: value for key, value in self.arguments.items() if key != "num-minibatches"}
-            given |= {"batch-size": batch, "width": width} | ({"settle": max(32, 2 * envs)} if learns else {})
-            given["total-timesteps"] += given["settle"] if learns else 2 * envs * self.num_steps  # in which JAX compiles
+            given |= {"env-id": TASKS[self.script].env_id, "seed": 1, "batch-size": batch, "width": width}
+            settle = 2 * envs * self.num_steps  # agent steps in which JAX compiles
+            if not self.script.startswith("ppo"):
+                # Of DQN also what acts, which is first asked at the first action that is not random.
+                settle = given["settle"] = max(1024 if self.script == "dqn" else 32, 2 * envs)
+            given["total-timesteps"] += settle
             options = [f"--{key}={value}" for key, value in given.items()]
-            return (str(peers.absolute()), str(PEERS), "sbx", self.script, "--env-id=HalfCheetah-v4", "--seed=1", *options)
+            return (str(peers.absolute()), str(PEERS), "sbx", self.script, *options)
         path = ROOT / "leanrl" / f"{self.script}_torchcompile.py"
         if self.axis == "width":
             path = folder / path.name
@@ -122,7 +128,7 @@ def points(args: Args) -> Iterator[Measurement]:
         for axis in args.axes:
             for value in sorted({*VALUES[axis], DEFAULTS[script][axis]}):
                 yield Measurement(script, "compile", axis, value)
-                if args.peers and "atari" not in script:  # SBX has no policy for images
+                if args.peers and "sbx" in TASKS[script].peers:
                     yield Measurement(script, "sbx", axis, value)
 
 

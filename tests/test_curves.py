@@ -166,7 +166,7 @@ def test_a_widened_copy_differs_in_its_networks_only(script):
     ast.parse(wide)
     changed = [pair for pair in zip(text.split("\n"), wide.split("\n"), strict=True) if pair[0] != pair[1]]
     width = str(scaling.DEFAULTS[script]["width"])
-    assert len(changed) >= 3
+    assert len(changed) >= (2 if script == "dqn" else 3)
     assert all(old.replace(width, "1024") == new and ("Linear" in old or "layer" in old) for old, new in changed)
 
 
@@ -180,18 +180,25 @@ def test_sizes_leave_the_gradient_steps_per_agent_step_as_they_are(script):
             assert given["total-timesteps"] % rollout == 0
             assert point.axis == "batch_size" or point.updates_per_step == (4 / 256 if "atari" in script else 10 / 64)
         else:
-            # Then the first step that is timed owes as many gradient steps as agent steps, as all do.
+            # Then the first step that is timed owes as many gradient steps for its agent steps as all do.
             assert given["learning-starts"] % envs == 0
             assert given["total-timesteps"] - given["learning-starts"] >= 128
 
 
 @pytest.mark.parametrize("envs", [1, 64])
-def test_updates_are_counted_as_they_are(envs, tmp_path):
-    point = scaling.Measurement("td3_continuous_action", "compile", "num_envs", envs)
+@pytest.mark.parametrize("script", ["td3_continuous_action", "dqn"])
+def test_updates_are_counted_as_they_are(script, envs, tmp_path):
+    point = scaling.Measurement(script, "compile", "num_envs", envs)
     arguments = [f"--{key}={value}" for key, value in (point.arguments | {"batch-size": 8, "total-timesteps": 640}).items()]
-    done = run("td3_continuous_action", *arguments, "--env-id", "InvertedPendulum-v4", directory=tmp_path)
+    world = "CartPole-v1" if script == "dqn" else "InvertedPendulum-v4"
+    done = run(script, *arguments, "--env-id", world, directory=tmp_path)
     # From the first step that learns on; the clock starts a step of the environments after learning-starts.
-    assert done["updates"] == 640 - scaling.STARTS - envs
+    assert done["updates"] == int((640 - scaling.STARTS - envs) * point.updates_per_step)
+
+
+def test_sbx_gets_the_sizes_of_a_point(tmp_path):
+    command = scaling.Measurement("dqn", "sbx", "width", 1024).command(tmp_path, tmp_path / "python")
+    assert {"dqn", "--env-id=CartPole-v1", "--width=1024", "--num-envs=1", "--batch-size=128"} <= set(command)
 
 
 def test_the_scaling_table_shows_from_where_another_resource_binds():
