@@ -4,7 +4,7 @@
 
 Times each twin with --compile along one axis at a time, one run a point, and, where there is an interpreter with
 requirements/peers.txt, SBX beside it. An agent step has as many gradient steps as by default, but for PPO's batches, where a
-rollout is learnt from as often. Nothing else may run meanwhile; it takes half an hour on two cores. A width other than the
+rollout is learnt from as often. Nothing else may run meanwhile; it takes forty minutes on two cores. A width other than the
 script's is that of a copy of it, changed in the section "Networks" (of Atari the layer behind the convolutions, of DQN the
 first). FILE gets a line a point, and started again at the same commit, only those that it lacks are timed. docs/benchmark.md
 shows benchmark/results/scaling.jsonl.
