@@ -1,6 +1,6 @@
 """What many agents in one process cost, beside as many processes of one agent each.
 
-    python benchmark/agents.py [--scripts NAME ...] [--agents N ...] [--workers N ...] [--rounds R] [--output FILE]
+    ./run.sh python benchmark/agents.py [--scripts NAME ...] [--agents N ...] [--workers N ...] [--rounds R] [--output FILE]
 
 Times <script>_seeds.py with --compile for each number of agents, and as many processes of the twin at a time, which share the
 cores and have a thread each where these are too few; and, for the numbers of --workers, the same with an environment in a

@@ -134,9 +134,10 @@ def provenance(command: tuple[str, ...], env: dict[str, str], gpu: str | None) -
     answer = subprocess.run([interpreter, "-c", ASK_VERSIONS, *PACKAGES], **options).stdout
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
     cpu = next((line.partition(": ")[2] for line in cpuinfo if line.startswith("model name")), platform.processor())
+    told = {"mkl": "as on Intel"} if "mkl_as_on_intel" in env.get("LD_PRELOAD", "") else {}
     return {
         "versions": json.loads(answer.splitlines()[-1]),
-        "hardware": {"cpu": cpu, "cores": usable_cores(), "gpu": gpu},
+        "hardware": {"cpu": cpu, "cores": usable_cores(), "gpu": gpu} | told,
         "git_commit": git(folder, "rev-parse", "--verify", "HEAD") or None,
     }
 

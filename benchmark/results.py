@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
@@ -26,6 +26,7 @@ class Hardware(TypedDict):
     cpu: str
     cores: int
     gpu: str | None
+    mkl: NotRequired[str]  # `as on Intel` where run.sh has it take that code on another processor
 
 
 class Run(TypedDict):

@@ -1,6 +1,6 @@
 """What the matrix products of a script would allow, were they all: a bound on its speed, and how far from it a run is.
 
-    python benchmark/roofline.py [--scripts NAME ...] [--output benchmark/results/roofline.jsonl]
+    ./run.sh python benchmark/roofline.py [--scripts NAME ...] [--output benchmark/results/roofline.jsonl]
 
 Counts the floating-point operations of products and convolutions in an agent step, with all that is learnt in one, by
 PyTorch's own counter, in the eager script at its default sizes; measures how many the machine's CPU does a second in large

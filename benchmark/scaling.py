@@ -1,6 +1,6 @@
 """How the cost of a script grows with the number of environments, the size of a batch and the width of the networks.
 
-    python benchmark/scaling.py [--scripts NAME ...] [--axes AXIS ...] [--peers PYTHON] [--output FILE]
+    ./run.sh python benchmark/scaling.py [--scripts NAME ...] [--axes AXIS ...] [--peers PYTHON] [--output FILE]
 
 Times each twin with --compile along one axis at a time, one run a point, and, where there is an interpreter with
 requirements/peers.txt, SBX beside it. An agent step has as many gradient steps as by default, but for PPO's batches, where a

@@ -1,6 +1,6 @@
-"""What settings around the twins are worth: guards, calls of kernels, start-up, threads, precision, products by oneDNN.
+"""What settings around the twins are worth: guards, calls of kernels, start-up, threads, precision, MKL's choice of code.
 
-    python benchmark/settings.py [--scripts NAME ...] [--settings NAME ...] [--output FILE]
+    ./run.sh python benchmark/settings.py [--scripts NAME ...] [--settings NAME ...] [--output FILE]
 
 Compiles each twin under each setting in a process of its own, in a copy where the setting changes its text, on the CPU: with
 an empty cache, unless another setting has the same code, and then with a full one. Then all take turns at gradient steps (of
@@ -73,9 +73,7 @@ SETTINGS = {
     ),
     "no guards": Setting(replace=compiled_with("{'guard_filter_fn': lambda guards: [False] * len(guards)}")),
     "skip_guard_eval_unsafe": Setting(after="torch.compiler.set_stance(skip_guard_eval_unsafe=True)"),
-    "oneDNN's products": Setting(
-        replace=('cpp_wrapper = device.type == "cpu"', 'cpp_wrapper = device.type == "cpu"; import onednn; onednn.use()')
-    ),
+    "MKL's own choice of code": Setting(env={"LD_PRELOAD": ""}),
     "--matmul-precision medium": Setting(arguments=("--matmul-precision=medium",)),
     "OMP_WAIT_POLICY=passive": Setting(env={"OMP_WAIT_POLICY": "passive"}),
     "GOMP_SPINCOUNT=1000": Setting(env={"GOMP_SPINCOUNT": "1000"}),
@@ -89,7 +87,6 @@ import runpy, sys, time
 
 import torch
 
-sys.path.insert(0, {tools!r})
 {before}
 script = runpy.run_path(sys.argv[0], run_name="__main__")
 {after}
@@ -129,9 +126,7 @@ class Twin:
         path = folder / f"{script}_torchcompile.py"
         path.write_text(text_of(script).replace(*setting.replace or ("", "")))
         arguments, self.steps = SCRIPTS[script]
-        child = CHILD.format(
-            tools=str(ROOT / "benchmark"), before=setting.before, after=setting.after, steps=self.steps, script=script
-        )
+        child = CHILD.format(before=setting.before, after=setting.after, steps=self.steps, script=script)
         argv = [str(path), "--compile", "--no-cuda", *arguments, *setting.arguments]
         command = [sys.executable, "-c", f"import sys\nsys.argv = {argv!r}\n{child}"]
         env = os.environ | setting.env | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}

@@ -79,7 +79,7 @@ def busy_per_million(line: dict) -> float:
 
 def machine_of(line: dict) -> tuple:
     """What tells machines apart, and runs that had a GPU to themselves from those that shared it."""
-    return (*(line["hardware"].get(key) for key in ("cpu", "cores", "gpu")), line.get("runs_per_gpu", 1))
+    return (*(line["hardware"].get(key) for key in ("cpu", "cores", "mkl", "gpu")), line.get("runs_per_gpu", 1))
 
 
 def machines(lines: list[dict]) -> list[list[dict]]:
@@ -93,7 +93,7 @@ def machines(lines: list[dict]) -> list[list[dict]]:
 
 def machine(lines: list[dict]) -> str:
     """What the runs of one machine were made with: one line, with all versions where runs differ."""
-    cpu, cores, gpu, sharing = machine_of(lines[0])
+    cpu, cores, mkl, gpu, sharing = machine_of(lines[0])
     versions: dict[str, set[str]] = {}
     for line in lines:
         for package, version in line["versions"].items():
@@ -101,7 +101,8 @@ def machine(lines: list[dict]) -> str:
     packages = [f"{package} {'/'.join(sorted(found))}" for package, found in versions.items() if found]
     commits = sorted({line["git_commit"][:7] for line in lines if line.get("git_commit")})
     shared = f", {sharing} runs at a time on it, each with its share of the cores" if sharing > 1 else ""
-    made_with = [f"{cpu}, {cores} cores", f"{gpu}{shared}" if gpu else "no GPU", ", ".join(packages)]
+    processor = f"{cpu}, {cores} cores{f', MKL {mkl}' if mkl else ''}"
+    made_with = [processor, f"{gpu}{shared}" if gpu else "no GPU", ", ".join(packages)]
     return "; ".join([*made_with, *([f"commit {', '.join(commits)}"] if commits else [])])
 
 

@@ -406,3 +406,23 @@ def test_the_door_tells_how_to_use_it():
     for told in ("sweep --help", "train NAME", "logs into runs/", "profile NAME", "a new one in profiles/", "PYTHON names"):
         assert told in done.stdout
     assert not done.stdout.startswith("#")
+
+
+PRODUCT = """
+import hashlib, torch
+
+torch.set_num_threads(1)
+a = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
+assert torch.allclose(a @ a, (a.double() @ a.double()).float(), atol=1e-3)
+print(hashlib.sha256((a @ a).numpy()).hexdigest())
+"""
+
+
+@pytest.mark.skipif("AuthenticAMD" not in Path("/proc/cpuinfo").read_text(), reason="needs a processor of AMD's")
+@pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="run.sh has an environment of its own")
+def test_the_door_has_mkl_take_its_fast_code_on_amd():
+    """What tells is that it sums in another order, as precisely."""
+    options = {"env": os.environ | {"LD_PRELOAD": ""}, "capture_output": True, "text": True, "check": True}
+    programs = [sys.executable], [ROOT / "run.sh", "python"]
+    own, told = (subprocess.run([*program, "-c", PRODUCT], **options).stdout for program in programs)
+    assert own and told and own != told
