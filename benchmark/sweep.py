@@ -1,7 +1,7 @@
 """Run the scripts of leanrl/ side by side and measure them: ./run.sh calls this.
 
     ./run.sh                                        the profile `quick`: every script, eager against compiled
-    ./run.sh --profile speed                        all modes, three seeds: what the tables of the README are made from
+    ./run.sh --profile speed                        all modes, three seeds
     ./run.sh --profile learning --folder sweeps/learning      learning curves at the published protocol, on all cores
     ./run.sh --profile full --workers 4             every mode at that protocol, four runs at a time
     ./run.sh --profile full --cluster slurm --partition gpu --gpus-per-job 1 --cores-per-job 8

@@ -413,7 +413,7 @@ if __name__ == "__main__":
     if args.cuda and not torch.cuda.is_available():
         print("CUDA is not available: running on the CPU", file=sys.stderr)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal: 0.77 instead of 0.08 ms a step
+    torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
     torch.set_num_threads(1)  # small networks: as fast as two alone, and four times as fast beside a busy process
     torch.set_float32_matmul_precision(args.matmul_precision)
     torch.manual_seed(args.seed)
@@ -464,7 +464,7 @@ if __name__ == "__main__":
     def act(obs: Tensor) -> Tensor:
         """Actions for obs (num_envs, obs_dim), counted from 0, some of them random: (num_envs,)."""
         with torch.no_grad():
-            return epsilon_greedy(q_network(obs), epsilon)
+            return epsilon_greedy(networks["q_network"](obs), epsilon)  # [fast 2] who only reads needs no views: 43 us less
 
     def update_network() -> None:
         """One gradient step on a new batch."""

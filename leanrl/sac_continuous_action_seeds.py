@@ -667,7 +667,7 @@ if __name__ == "__main__":
     def act(obs: Tensor) -> Tensor:
         """Actions for obs (num_envs, obs_dim), drawn from the policy: (num_envs, action_dim)."""
         with torch.no_grad():
-            mean, log_std = actor(obs.view(num_agents, num_envs, obs_dim))  # [seeds 2]
+            mean, log_std = networks["actor"](obs.view(num_agents, num_envs, obs_dim))  # [seeds 2]
             noise = normal(streams, num_envs, action_dim)  # [seeds 3]
             actions = torch.tanh(mean + log_std.exp() * noise).flatten(0, 1) * action_scale + action_bias
             return actions.nan_to_num().clamp(action_low, action_high)  # [seeds 4] those of a lost agent, too

@@ -650,7 +650,7 @@ if __name__ == "__main__":
     def act(obs: Tensor) -> Tensor:
         """Actions for obs (num_envs, obs_dim), the policy's with exploration noise: (num_envs, action_dim)."""
         with torch.no_grad():
-            mean = actor(obs.view(num_agents, num_envs, obs_dim))  # [seeds 2]
+            mean = networks["actor"](obs.view(num_agents, num_envs, obs_dim))  # [seeds 2]
             noise = exploration_noise * normal(streams, num_envs, action_dim)  # [seeds 3]
             actions = (mean + noise).flatten(0, 1) * action_scale + action_bias
             return actions.nan_to_num().clamp(action_low, action_high)  # [seeds 4] those of a lost agent, too
