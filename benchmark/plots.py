@@ -4,7 +4,7 @@ import statistics
 import textwrap
 
 import numpy as np
-from tables import AXES, MODES, UNITS, binding, busy_per_million, by, in_order, machine_of, name_of, unit_cost
+from tables import AXES, MODES, UNITS, binding, busy_per_million, by, in_order, name_of, processor, unit_cost
 
 # The colours here are those of Okabe and Ito, which colour-blind readers can tell apart; markers do where there is no colour.
 SCRIPT_STYLES = {
@@ -44,9 +44,9 @@ def label(mode: str, runs: list[dict]) -> str:
 
 def below(lines: list[dict]) -> str:
     """The machine, short enough to stand below a plot."""
-    cpu, cores, gpu, _ = machine_of(lines[0])
+    gpu = lines[0]["hardware"]["gpu"]
     torch = "/".join(sorted({line["versions"].get("torch") or "" for line in lines} - {""}))
-    return f"{cpu}, {cores} cores; {gpu or 'no GPU'}; torch {torch}"
+    return f"{processor(lines[0])}; {gpu or 'no GPU'}; torch {torch}"
 
 
 def plot_speed(lines: list[dict]):

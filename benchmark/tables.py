@@ -91,9 +91,15 @@ def machines(lines: list[dict]) -> list[list[dict]]:
     return list(groups.values())
 
 
+def processor(line: dict) -> str:
+    """The processor of a run, its cores, and what MKL was told to take it for."""
+    cpu, cores, mkl, *_ = machine_of(line)
+    return f"{cpu}, {cores} cores{f', MKL {mkl}' if mkl else ''}"
+
+
 def machine(lines: list[dict]) -> str:
     """What the runs of one machine were made with: one line, with all versions where runs differ."""
-    cpu, cores, mkl, gpu, sharing = machine_of(lines[0])
+    *_, gpu, sharing = machine_of(lines[0])
     versions: dict[str, set[str]] = {}
     for line in lines:
         for package, version in line["versions"].items():
@@ -101,8 +107,7 @@ def machine(lines: list[dict]) -> str:
     packages = [f"{package} {'/'.join(sorted(found))}" for package, found in versions.items() if found]
     commits = sorted({line["git_commit"][:7] for line in lines if line.get("git_commit")})
     shared = f", {sharing} runs at a time on it, each with its share of the cores" if sharing > 1 else ""
-    processor = f"{cpu}, {cores} cores{f', MKL {mkl}' if mkl else ''}"
-    made_with = [processor, f"{gpu}{shared}" if gpu else "no GPU", ", ".join(packages)]
+    made_with = [processor(lines[0]), f"{gpu}{shared}" if gpu else "no GPU", ", ".join(packages)]
     return "; ".join([*made_with, *([f"commit {', '.join(commits)}"] if commits else [])])
 
 

@@ -54,11 +54,15 @@ def test_speed_table_gives_median_range_and_ratios():
 
 def test_machines_are_never_mixed():
     runs = [line("eager", 100), line("compile", 200), line("eager", 400, gpu="A GPU"), line("both", 2000, gpu="A GPU")]
-    first, first_machine, second, second_machine = tables.speed_table(runs).split("\n\n")
+    told = line("compile", 300)
+    told["hardware"]["mkl"] = "as on Intel"
+    first, first_machine, second, second_machine, third, third_machine = tables.speed_table([*runs, told]).split("\n\n")
     assert "| sac: LeanRL `--compile` | 200 | 2.00 |" in first
     assert "| sac: LeanRL `--compile --cudagraphs` | 2000 | 5.00 |" in second
-    assert "no GPU" in first_machine
+    assert "| sac: LeanRL `--compile` | 300 |  |" in third
+    assert "A CPU, 2 cores; no GPU" in first_machine
     assert "A GPU" in second_machine
+    assert "A CPU, 2 cores, MKL as on Intel; no GPU" in third_machine
 
 
 def test_gpu_seconds_are_given_per_million_steps():
