@@ -1,7 +1,7 @@
 """What was learnt, over seeds: tables and plots of learning curves beside the literature, and how sweeps get there.
 
-    ./run.sh python benchmark/learning.py sweeps/NAME ...                  takes their runs over into benchmark/results/learning.jsonl
-    ./run.sh python benchmark/learning.py --variant NAME sweeps/NAME ...   and into ablation.jsonl, as those of a variant
+    ./run.sh python benchmark/learning.py sweeps/NAME ...           takes their runs over into benchmark/results/learning.jsonl
+    ./run.sh python benchmark/learning.py --variant V sweeps/NAME ...   and into ablation.jsonl, as those of a variant
 
 Runs that have not ended are taken as far as they are, from their logs; started again, their sweep goes on with them. A line
 replaces an earlier one of the same run that was not further. ./run.sh report makes docs/learning.md of it.

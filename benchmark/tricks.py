@@ -1,6 +1,6 @@
 """Measure the habits of docs/tricks.md one by one: each against what it replaces, in microseconds or milliseconds.
 
-    python benchmark/tricks.py [benchmark/results/tricks.jsonl]
+    ./run.sh python benchmark/tricks.py [benchmark/results/tricks.jsonl]
 
 Uses the sizes of the scripts on their default tasks, on the CUDA device if there is one. SAC: 17 observations, 6 actions,
 batches of 256, two critics of 256 and 256 units. PPO: 2048 steps, or minibatches of 256 times four frames. The variants of a
