@@ -12,6 +12,7 @@ import itertools
 import json
 import statistics
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ HEADLINE = {  # what the README shows of each algorithm
     "sac_continuous_action": "HalfCheetah-v4",
     "td3_continuous_action": "HalfCheetah-v4",
     "ppo_continuous_action": "HalfCheetah-v4",
-    "ppo_atari_envpool": "Pong-v5",
+    "ppo_atari_envpool": "Breakout-v5",
     "dqn": "CartPole-v1",
 }
 
@@ -174,13 +175,15 @@ def draw(axis, curves: list[dict], key: str) -> None:
 
 
 def mark(axis, algorithm: str, env_id: str, key: str) -> None:
-    """CleanRL's figure: by steps, a point with its spread where our runs end; after more steps, or by time, a level."""
+    """CleanRL's figure: by steps, a point with its spread where our runs end; by time, a level; after more steps, told."""
     literature = results.read(PUBLISHED / "literature.jsonl", results.check_literature)
     styles = itertools.cycle(["--", ":"])
     for line in literature:
         if (line["algorithm"], line["env_id"], line["source"]) == (algorithm, env_id, "CleanRL"):
             label = ", ".join(filter(None, [f"CleanRL, {line['steps']} steps", line["note"]]))
-            if key == "step" and line["steps"] in ENDS:
+            if line["steps"] not in ENDS:
+                axis.plot([], [], " ", label=textwrap.fill(f"{label}: {line['mean']:g} ± {line['spread']:g}", 30))
+            elif key == "step":
                 style = {"fmt": "s" if line["note"] else "D", "color": LITERATURE, "capsize": 4, "label": label}
                 axis.errorbar(ENDS[line["steps"]], line["mean"], line["spread"], **style)
             else:
