@@ -14,7 +14,7 @@
 #   ./run.sh python FILE [ARGS]   any other program, such as benchmark/scaling.py
 #
 # Makes .venv and installs what is missing on the first call. PYTHON names another interpreter (3.11 to 3.13). On an AMD
-# processor all of it runs with MKL's fast code (docs/benchmark.md#amd-processors).
+# processor all of it runs with MKL's AVX-512 code; MKL_AS_ON_INTEL=0 turns that off (docs/benchmark.md#amd-processors).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -46,16 +46,18 @@ install() {
   echo "$wanted" >"$venv/requirements.cksum"
 }
 
-# On AMD's processors MKL, which multiplies matrices for PyTorch, takes its slow code unless it believes them to be Intel's:
-# 339 us instead of 152 for 256 x 256 x 256 in float32. A function that is found before its own tells it so.
+# MKL, which multiplies matrices for PyTorch, keeps to AVX2 on AMD's processors, unless a function that is found before its own
+# tells it that they are Intel's. MKL_AS_ON_INTEL=0 leaves it to itself.
 mkl_as_on_intel() {
   local library=$PWD/.venv/lib/mkl_as_on_intel.so function='int mkl_serv_intel_cpu_true(void) { return 1; }'
-  grep -qs AuthenticAMD /proc/cpuinfo || return 0
-  [[ $library != *[[:space:]:]* ]] || return 0 # LD_PRELOAD ends a name there
-  if [ ! -f "$library" ]; then
-    "${CC:-cc}" -shared -fPIC -x c -o "$library.$$" - <<<"$function" 2>/dev/null && mv "$library.$$" "$library" || return 0
+  grep -qs AuthenticAMD /proc/cpuinfo && [ "${MKL_AS_ON_INTEL:-1}" != 0 ] || return 0
+  if [[ $library == *[[:space:]:]* ]]; then # which end a name in LD_PRELOAD
+    echo "MKL keeps to AVX2 in a folder with a space or a colon in its path" >&2
+  elif [ -s "$library" ] || { ${CC:-cc} -shared -fPIC -x c -o "$library.$$" - <<<"$function" && mv "$library.$$" "$library"; } 2>/dev/null; then
+    export LD_PRELOAD=$library${LD_PRELOAD:+:$LD_PRELOAD}
+  else
+    echo "MKL keeps to AVX2: there is no C compiler (cc), or .venv cannot be written to" >&2
   fi
-  export LD_PRELOAD=$library${LD_PRELOAD:+:$LD_PRELOAD}
 }
 
 main() {

@@ -28,9 +28,10 @@ import pynvml
 GROUPS = 100  # points of a curve, at most
 SAMPLE_SECONDS = 0.5
 PACKAGES = ("torch", "tensordict", "gymnasium", "mujoco", "envpool", "stable-baselines3", "sbx-rl", "jax")
-# For the interpreter that runs the command, which need not be this one: it leaves out the packages that it does not have.
-ASK_VERSIONS = """
-import json, platform, sys
+# For the interpreter that runs the command, which need not be this one: it leaves out the packages that it does not have. Is
+# the function of run.sh there, by which MKL takes the processor for Intel's?
+ASK = """
+import ctypes, json, platform, sys
 from importlib import metadata
 
 versions = {"python": platform.python_version()}
@@ -39,7 +40,7 @@ for package in sys.argv[1:]:
         versions[package] = metadata.version(package)
     except metadata.PackageNotFoundError:
         pass
-print(json.dumps(versions))
+print(json.dumps({"versions": versions, "preloaded": hasattr(ctypes.CDLL(None), "mkl_serv_intel_cpu_true")}))
 """
 
 
@@ -131,13 +132,14 @@ def provenance(command: tuple[str, ...], env: dict[str, str], gpu: str | None) -
     interpreter, script, *_ = command
     folder = Path(script).parent
     options = {"cwd": folder, "env": env, "capture_output": True, "text": True, "check": True}
-    answer = subprocess.run([interpreter, "-c", ASK_VERSIONS, *PACKAGES], **options).stdout
+    answer = subprocess.run([interpreter, "-c", ASK, *PACKAGES], **options).stdout
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
     cpu = next((line.partition(": ")[2] for line in cpuinfo if line.startswith("model name")), platform.processor())
-    told = {"mkl": "as on Intel"} if "mkl_as_on_intel" in env.get("LD_PRELOAD", "") else {}
+    asked = json.loads(answer.splitlines()[-1])
+    mkl = {"mkl": "as on Intel"} if asked["preloaded"] and any("AuthenticAMD" in line for line in cpuinfo) else {}
     return {
-        "versions": json.loads(answer.splitlines()[-1]),
-        "hardware": {"cpu": cpu, "cores": usable_cores(), "gpu": gpu} | told,
+        "versions": asked["versions"],
+        "hardware": {"cpu": cpu, "cores": usable_cores(), "gpu": gpu} | mkl,
         "git_commit": git(folder, "rev-parse", "--verify", "HEAD") or None,
     }
 

@@ -127,7 +127,10 @@ def ablation_table(lines: list[dict]) -> str:
 
 def made_with(lines: list[dict]) -> str:
     """Processors, versions and commits of runs; on how many cores does not change what is learnt."""
-    return "; ".join(["/".join(sorted({line["hardware"]["cpu"] for line in lines})), *machine(lines).split("; ")[2:]])
+    mkl = {line["hardware"].get("mkl") for line in lines}
+    preloaded = f", MKL {'partly ' if None in mkl else ''}as on Intel" if mkl != {None} else ""
+    processors = "/".join(sorted({line["hardware"]["cpu"] for line in lines}))
+    return "; ".join([processors + preloaded, *machine(lines).split("; ")[2:]])
 
 
 def literature_table(lines: list[dict]) -> str:

@@ -158,7 +158,8 @@ def text_of(script: str) -> str:
 
 def applies(script: str, setting: Setting) -> bool:
     """Whether a setting changes anything in a script."""
-    return setting.replace is None or setting.replace[0] in text_of(script)
+    preloaded = "mkl_as_on_intel" in os.environ.get("LD_PRELOAD", "")
+    return (setting.replace or ("",))[0] in text_of(script) and (preloaded or "LD_PRELOAD" not in setting.env)
 
 
 def measure(script: str, names: list[str]) -> list[dict]:

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -32,8 +33,14 @@ def test_tables_are_those_of_the_results(path):
 
 
 @pytest.mark.parametrize("setting", settings.SETTINGS)
-def test_each_setting_changes_a_twin(setting):
+def test_each_setting_changes_a_twin(setting, monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "mkl_as_on_intel.so")
     assert any(settings.applies(script, settings.SETTINGS[setting]) for script in settings.SCRIPTS)
+
+
+def test_where_nothing_is_preloaded_leaving_it_out_is_no_setting(monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "another.so")
+    assert not settings.applies("sac_continuous_action", settings.SETTINGS["MKL's own choice of code"])
 
 
 def line(mode: str, sps: float, startup: float | None = 1.0, cold: bool = False, gpu: str | None = None, **more) -> dict:
@@ -413,20 +420,25 @@ def test_the_door_tells_how_to_use_it():
 
 
 PRODUCT = """
-import hashlib, torch
+import hashlib, os, torch
 
 torch.set_num_threads(1)
 a = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
 assert torch.allclose(a @ a, (a.double() @ a.double()).float(), atol=1e-3)
-print(hashlib.sha256((a @ a).numpy()).hexdigest())
+print(hashlib.sha256((a @ a).numpy()).hexdigest(), os.environ["LD_PRELOAD"])
 """
+CPUINFO = Path("/proc/cpuinfo")
+AMD = CPUINFO.exists() and "AuthenticAMD" in CPUINFO.read_text()
 
 
-@pytest.mark.skipif("AuthenticAMD" not in Path("/proc/cpuinfo").read_text(), reason="needs a processor of AMD's")
+@pytest.mark.skipif(not (AMD and shutil.which("cc") and " " not in str(ROOT)), reason="needs an AMD processor and a compiler")
 @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="run.sh has an environment of its own")
-def test_the_door_has_mkl_take_its_fast_code_on_amd():
+def test_run_sh_has_mkl_take_other_code_on_amd():
     """What tells is that it sums in another order, as precisely."""
-    options = {"env": os.environ | {"LD_PRELOAD": ""}, "capture_output": True, "text": True, "check": True}
-    programs = [sys.executable], [ROOT / "run.sh", "python"]
-    own, told = (subprocess.run([*program, "-c", PRODUCT], **options).stdout for program in programs)
-    assert own and told and own != told
+    options = {"env": os.environ | {"LD_PRELOAD": "", "CC": "cc -O2"}, "capture_output": True, "text": True, "check": True}
+    programs = {"own": [sys.executable], "preloaded": [ROOT / "run.sh", "python"]}
+    printed = {kind: subprocess.run([*program, "-c", PRODUCT], **options).stdout.split() for kind, program in programs.items()}
+    assert printed["own"][0] != printed["preloaded"][0]
+    for library, expected in ((printed["preloaded"][1], "as on Intel"), ("/no/mkl_as_on_intel.so", None), ("", None)):
+        about = job.provenance((sys.executable, __file__), os.environ | {"LD_PRELOAD": library}, None)
+        assert about["hardware"].get("mkl") == expected
