@@ -464,7 +464,7 @@ if __name__ == "__main__":
     def act(obs: Tensor) -> Tensor:
         """Actions for obs (num_envs, obs_dim), counted from 0, some of them random: (num_envs,)."""
         with torch.no_grad():
-            return epsilon_greedy(networks["q_network"](obs), epsilon)  # [fast 2] reading needs no views: 43 us less
+            return epsilon_greedy(networks["q_network"](obs), epsilon)  # [fast 2] reading needs no views of the one tensor
 
     def update_network() -> None:
         """One gradient step on a new batch."""

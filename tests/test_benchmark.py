@@ -414,7 +414,15 @@ def test_the_door_names_the_scripts(command):
 def test_the_door_tells_how_to_use_it():
     done = subprocess.run([ROOT / "run.sh", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
-    for told in ("sweep --help", "train NAME", "logs into runs/", "profile NAME", "a new one in profiles/", "PYTHON names"):
+    for told in (
+        "sweep --help",
+        "train NAME",
+        "logs into runs/",
+        "profile NAME",
+        "in profiles/",
+        "python FILE",
+        "PYTHON names",
+    ):
         assert told in done.stdout
     assert not done.stdout.startswith("#")
 
@@ -439,6 +447,8 @@ def test_run_sh_has_mkl_take_other_code_on_amd():
     programs = {"own": [sys.executable], "preloaded": [ROOT / "run.sh", "python"]}
     printed = {kind: subprocess.run([*program, "-c", PRODUCT], **options).stdout.split() for kind, program in programs.items()}
     assert printed["own"][0] != printed["preloaded"][0]
+    options["env"] |= {"MKL_AS_ON_INTEL": "0"}
+    assert subprocess.run([*programs["preloaded"], "-c", PRODUCT], **options).stdout.split() == printed["own"]
     for library, expected in ((printed["preloaded"][1], "as on Intel"), ("/no/mkl_as_on_intel.so", None), ("", None)):
         about = job.provenance((sys.executable, __file__), os.environ | {"LD_PRELOAD": library}, None)
         assert about["hardware"].get("mkl") == expected
