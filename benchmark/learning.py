@@ -19,15 +19,16 @@ from pathlib import Path
 
 import numpy as np
 import results
-from job import episode_curve
+from job import episode_curve, grouped
 from plots import panels
-from selection import MODES, SEEDS
-from tables import PUBLISHED, by, machine, markdown
+from selection import MODES
+from tables import PUBLISHED, by, markdown, packages_and_commits
 
 LAST = 100  # training episodes, whose mean return is what a run has reached
 ENDS = {"1M": 1.0, "500k": 0.5}  # steps of the literature's runs that ours have, too, in millions
 THROUGH = 0.95  # of the steps of the longest run: what is less far is not part of a mean
 SOURCES = ("CleanRL", "Stable-Baselines3 zoo", "authors", "others")  # columns of the literature's figures
+TAKEN = ("compile", "both")  # modes, which compute the same: the twin as people run it, without a GPU and with one
 THIN = {"color": "#777777", "linewidth": 0.6, "alpha": 0.8}
 COLOUR, LITERATURE = "#0072B2", "#D55E00"
 HEADLINE = {  # what the README shows of each algorithm
@@ -91,13 +92,12 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
     literature = results.read(PUBLISHED / "literature.jsonl", results.check_literature)
     sources = SOURCES[:1] if short else SOURCES
     rows, behind = [], []
-    for (algorithm, env_id), runs in by(trained(lines), "algorithm", "env_id").items():
+    for (algorithm, env_id, asked), runs in by(trained(lines), "algorithm", "env_id", "steps").items():
         if short and env_id != HEADLINE[algorithm]:
             continue
         most = max(run["total_timesteps"] for run in runs)
         behind += [run for run in runs if run["total_timesteps"] < THROUGH * most]
         runs = [run for run in runs if run not in behind]
-        asked = max(run["steps"] for run in runs)
         cells = [millions(most) + (f" of {millions(asked)}" if most < THROUGH * asked else ""), str(len(runs)), reached(runs)]
         cells += [] if short else [", ".join(told(run["episodic_return"]) for run in runs)]
         rows.append(
@@ -117,7 +117,7 @@ def ablation_table(lines: list[dict]) -> str:
     compared = {(line["algorithm"], line["env_id"]) for line in lines}
     lines = [line for line in [*whole, *lines] if (line["algorithm"], line["env_id"]) in compared]
     rows = []
-    for (env_id,), of_env in by(trained(lines), "env_id").items():
+    for (env_id, _), of_env in by(trained(lines), "env_id", "steps").items():
         for (variant,), runs in by(of_env, "variant").items():
             values = [told(run["episodic_return"]) for run in runs]
             most = millions(max(run["total_timesteps"] for run in runs))
@@ -126,11 +126,12 @@ def ablation_table(lines: list[dict]) -> str:
 
 
 def made_with(lines: list[dict]) -> str:
-    """Processors, versions and commits of runs; on how many cores does not change what is learnt."""
+    """Processors, versions and commits of runs with episodes; on how many cores does not change what is learnt."""
+    lines = trained(lines)
     mkl = {line["hardware"].get("mkl") for line in lines}
     preloaded = f", MKL {'partly ' if None in mkl else ''}as on Intel" if mkl != {None} else ""
     processors = "/".join(sorted({line["hardware"]["cpu"] for line in lines}))
-    return "; ".join([processors + preloaded, *machine(lines).split("; ")[2:]])
+    return f"{processors + preloaded}; {packages_and_commits(lines)}"
 
 
 def literature_table(lines: list[dict]) -> str:
@@ -149,17 +150,17 @@ def drawn_curves(runs: list[dict], curves: list[dict]) -> list[dict]:
     return [curve for curve in found if curve and len(curve["step"]) > 1]
 
 
-def at_work(seconds: list[float]) -> np.ndarray:
-    """The seconds of a curve without those for which its run stood still, as do steps that take five times the usual."""
-    taken = np.diff(seconds)
-    usual = np.median(taken)
-    return seconds[0] + np.cumsum([0, *np.where(taken > 5 * usual, usual, taken)])
+def at_work(curve: dict) -> np.ndarray:
+    """The seconds of a curve without those for which its run stood still: where a step took five times the usual, that."""
+    taken, steps = np.diff(curve["seconds"]), np.diff(curve["step"])
+    usual = np.median(taken[steps > 0] / steps[steps > 0]) * steps
+    return curve["seconds"][0] + np.cumsum([0, *np.where(taken > 5 * usual, usual, taken)])
 
 
 def draw(axis, curves: list[dict], key: str) -> None:
     """Return against steps or time: single seeds thin, and the mean of those that are through, with its interval."""
     scale = {"step": 1e6, "seconds": 60}[key]
-    curves = [curve | {"seconds": at_work(curve["seconds"])} for curve in curves]
+    curves = [curve | {"seconds": at_work(curve)} for curve in curves]
     most = max(curve["step"][-1] for curve in curves)
     through = [curve for curve in curves if curve["step"][-1] >= THROUGH * most]
     alone = through if len(through) == 1 else []
@@ -202,13 +203,13 @@ def finish(axis, title: str, key: str) -> None:
 
 
 def plot_returns_of(algorithm: str, lines: list[dict], curves: list[dict]):
-    """The learning curves of an algorithm: a row an environment, by steps and by time."""
-    groups = by([line for line in trained(lines) if line["algorithm"] == algorithm], "env_id")
-    kept = {env_id: drawn for (env_id,), runs in groups.items() if (drawn := drawn_curves(runs, curves))}
+    """The learning curves of an algorithm: a row an environment and number of steps, by steps and by time."""
+    groups = by([line for line in trained(lines) if line["algorithm"] == algorithm], "env_id", "steps")
+    kept = [(env_id, drawn) for (env_id, _), runs in groups.items() if (drawn := drawn_curves(runs, curves))]
     if not kept:
         return None
     figure, axes = panels(2 * len(kept), f"{algorithm}: mean over seeds, 95 % bootstrap interval, single seeds")
-    for row, (env_id, drawn) in enumerate(kept.items()):
+    for row, (env_id, drawn) in enumerate(kept):
         for axis, key in zip(axes[2 * row : 2 * row + 2], ("step", "seconds"), strict=True):
             draw(axis, drawn, key)
             mark(axis, algorithm, env_id, key)
@@ -218,14 +219,14 @@ def plot_returns_of(algorithm: str, lines: list[dict], curves: list[dict]):
 
 def plot_overview(lines: list[dict], curves: list[dict]):
     """One environment of each algorithm, by steps."""
-    kept = {}
-    for (algorithm, env_id), runs in by(trained(lines), "algorithm", "env_id").items():
+    kept = []
+    for (algorithm, env_id, _), runs in by(trained(lines), "algorithm", "env_id", "steps").items():
         if env_id == HEADLINE[algorithm] and (drawn := drawn_curves(runs, curves)):
-            kept[algorithm, env_id] = drawn
+            kept.append((algorithm, env_id, drawn))
     if not kept:
         return None
     figure, axes = panels(len(kept), "Learning curves: mean over seeds, 95 % bootstrap interval, single seeds")
-    for axis, ((algorithm, env_id), drawn) in zip(axes, kept.items(), strict=False):
+    for axis, (algorithm, env_id, drawn) in zip(axes, kept, strict=False):
         draw(axis, drawn, "step")
         mark(axis, algorithm, env_id, "step")
         finish(axis, f"{algorithm}, {env_id}", "step")
@@ -241,10 +242,12 @@ def unfinished_runs(folder: Path, ended: set[str]) -> Iterator[tuple[dict, dict]
     sweep = json.loads((folder / "sweep.json").read_bytes())
     last = {about.parts[-4]: about for about in sorted((folder / "jobs").glob("*/*/runs/about.json"), key=attempt)}
     for job, about in last.items():
+        if job in ended:
+            continue
         runs = about.parent
         starts = [float(line) for line in (runs / "starts.txt").read_text().split()]
         episodes = episode_curve(runs, starts, groups=sys.maxsize)
-        if job in ended or not episodes["step"]:
+        if not episodes["step"]:
             continue
         made_with = json.loads(about.read_bytes())
         command = made_with.pop("command")
@@ -257,7 +260,9 @@ def unfinished_runs(folder: Path, ended: set[str]) -> Iterator[tuple[dict, dict]
         line |= {"algorithm": algorithm, "mode": mode, "env_id": given["env-id"], "seed": int(given["seed"])}
         line |= {"script": script, "steps": int(given["total-timesteps"]), "total_timesteps": episodes["step"][-1]}
         line |= {"sps": None, "startup_seconds": None, "episodic_return": statistics.mean(episodes["episodic_return"][-LAST:])}
-        curve = {key: line[key] for key in ("format", "sweep", "job")} | episode_curve(runs, starts)
+        columns = ("step", "seconds", "episodic_return")
+        points = [column.round(2).tolist() for column in grouped(*(episodes[key] for key in columns))]
+        curve = {key: line[key] for key in ("format", "sweep", "job")} | dict(zip(columns, points, strict=True))
         yield line | made_with, curve | {"gpu_seconds": [], "gpu_utilization": []}
 
 
@@ -269,27 +274,33 @@ def attempt(about: Path) -> int:
 def take_over(folders: list[Path], variant: str | None = None) -> None:
     """Put the runs of sweeps among the published ones, unless those are further. Raises ResultsError where a file is wrong.
 
-    Runs of several agents are left out: they have no curves, and those of neighbouring seeds share agents.
+    Of a seed that has been run for as many steps more than once it is the run that is further. Only runs of the compiled twin
+    are taken: eager ones and the libraries' are of another kind, those of several agents have no curves.
     """
     name = "ablation" if variant else "learning"
     files = {PUBLISHED / f"{name}.jsonl": results.check_run, PUBLISHED / f"{name}.curves.jsonl": results.check_curve}
     old, curves = (results.read(path, check) if path.exists() else [] for path, check in files.items())
-    found = {(line["job"], line.get("variant")): line for line in old}
+    found = {identity(line): line for line in old}
     drawn = {(curve["sweep"], curve["job"]): curve for curve in curves}
     for folder in folders:
         lines = results.read(folder / "results.jsonl")
-        new = [(line, None) for line in lines if line["status"] == "ok" and line["mode"] not in SEEDS]
+        new = [(line, None) for line in lines if line["status"] == "ok"]
         new += unfinished_runs(folder, {line["job"] for line in lines})
         drawn |= {(c["sweep"], c["job"]): c for c in results.read(folder / "curves.jsonl", results.check_curve)}
         for line, curve in new:
-            key = (line["job"], variant)
-            if key not in found or found[key]["total_timesteps"] <= line["total_timesteps"]:
-                resume = {"resume": Path(line["resume"]).name} if line.get("resume") else {}
-                found[key] = line | resume | ({"variant": variant} if variant else {})
+            line |= {"variant": variant} if variant else {}
+            known = found.get(identity(line), {"total_timesteps": 0})
+            if line["mode"] in TAKEN and known["total_timesteps"] <= line["total_timesteps"]:
+                found[identity(line)] = line | ({"resume": Path(line["resume"]).name} if line.get("resume") else {})
                 drawn |= {(line["sweep"], line["job"]): curve} if curve else {}
     kept = sorted(found.values(), key=natural)
     for path, content in zip(files, (kept, [drawn[line["sweep"], line["job"]] for line in kept]), strict=True):
         results.replace(path, content)
+
+
+def identity(line: dict) -> tuple:
+    """What makes a run one of a seed: two that agree in it are the same run made twice."""
+    return tuple(line.get(key) for key in ("algorithm", "env_id", "steps", "seed", "variant"))
 
 
 def natural(line: dict) -> tuple[str, int, str]:

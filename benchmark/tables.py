@@ -98,17 +98,21 @@ def processor(line: dict) -> str:
 
 
 def machine(lines: list[dict]) -> str:
-    """What the runs of one machine were made with: one line, with all versions where runs differ."""
+    """What the runs of one machine were made with: one line."""
     *_, gpu, sharing = machine_of(lines[0])
+    shared = f", {sharing} runs at a time on it, each with its share of the cores" if sharing > 1 else ""
+    return f"{processor(lines[0])}; {f'{gpu}{shared}' if gpu else 'no GPU'}; {packages_and_commits(lines)}"
+
+
+def packages_and_commits(lines: list[dict]) -> str:
+    """The versions and commits that runs were made with, all of them where runs differ."""
     versions: dict[str, set[str]] = {}
     for line in lines:
         for package, version in line["versions"].items():
             versions.setdefault(package, set()).update([version] if version else [])
     packages = [f"{package} {'/'.join(sorted(found))}" for package, found in versions.items() if found]
     commits = sorted({line["git_commit"][:7] for line in lines if line.get("git_commit")})
-    shared = f", {sharing} runs at a time on it, each with its share of the cores" if sharing > 1 else ""
-    made_with = [processor(lines[0]), f"{gpu}{shared}" if gpu else "no GPU", ", ".join(packages)]
-    return "; ".join([*made_with, *([f"commit {', '.join(commits)}"] if commits else [])])
+    return ", ".join(packages) + (f"; commit {', '.join(commits)}" if commits else "")
 
 
 def by_machine(table: Callable[[list[dict]], str]) -> Callable[[list[dict]], str]:

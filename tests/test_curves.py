@@ -125,6 +125,23 @@ def test_runs_are_taken_over_as_far_as_they_are(sweep):
     assert results.read(learning.PUBLISHED / "learning.curves.jsonl", results.check_curve)[0]["step"] == [1, 1_000_000]
 
 
+def test_a_seed_counts_once(sweep):
+    ended = line(10, 9000.0)
+    runs = [ended, *(ended | {"mode": mode, "job": ended["job"].replace("compile", mode)} for mode in ("both", "eager"))]
+    runs[1]["episodic_return"] = 8000.0
+    results.replace(sweep / "results.jsonl", runs)
+    results.replace(sweep / "curves.jsonl", [curve(run["job"], 1_000_000) for run in runs])
+    learning.take_over([sweep])
+    lines = results.read(learning.PUBLISHED / "learning.jsonl")
+    assert {(run["mode"], run["seed"], run["episodic_return"]) for run in lines if run["seed"] == 10} == {("both", 10, 8000)}
+
+
+def test_runs_of_other_lengths_are_other_runs():
+    runs = [line(1, 9000.0), line(2, 10000.0), line(1, 7000.0) | {"steps": 3_000_000}]
+    rows = [row.split(" | ")[1:4] for row in learning.returns_table(runs).split("\n")[2:4]]
+    assert rows == [["1.00M", "2", "9500 [9000, 10000]"], ["1.00M of 3.00M", "1", "7000"]]
+
+
 def test_variants_have_a_table_of_their_own(sweep):
     for variant in ("truncation", "both"):
         learning.take_over([sweep], variant)
@@ -225,10 +242,10 @@ def test_the_scaling_table_shows_from_where_another_resource_binds():
 
 
 def test_time_for_which_a_run_stood_still_is_left_out():
-    assert learning.at_work([20.0, 22.0, 24.0, 1024.0, 1027.0]).tolist() == [
-        20,
-        22,
-        24,
-        pytest.approx(26.5),
-        pytest.approx(29.5),
-    ]
+    stood = {"step": [100, 200, 300, 400, 500], "seconds": [20.0, 22.0, 24.0, 1024.0, 1027.0]}
+    assert learning.at_work(stood).tolist() == pytest.approx([20, 22, 24, 26.5, 29.5])
+    # Episodes that grow take longer, and so do groups of them, without standing still.
+    grew = {"step": [10, 20, 30, 40, 500, 5000], "seconds": [1.0, 1.1, 1.2, 1.3, 6.0, 50.0]}
+    assert learning.at_work(grew).tolist() == pytest.approx(grew["seconds"])
+    together = {"step": [10, 10, 20, 20], "seconds": [1.0, 1.0, 2.0, 2.0]}  # in two environments
+    assert learning.at_work(together).tolist() == together["seconds"]
