@@ -12,6 +12,7 @@ benchmark/results/agents.jsonl.
 Exit status: 0 all runs are timed, 1 one has failed, 2 a bad argument.
 """
 
+import math
 import os
 import sys
 import tempfile
@@ -23,9 +24,9 @@ import psutil
 import results
 import tables
 import tyro
+from common import LEANRL, check_names, lines_of_output, refuse
 from job import provenance, summary_of, usable_cores
 
-ROOT = Path(__file__).resolve().parent.parent
 STARTS = 500  # agent steps before learning
 STEPS = 2000  # with learning, over all agents; of each at least a tenth
 
@@ -70,7 +71,7 @@ def run(commands: list[list[str]], threads: int | None) -> tuple[list[dict], flo
             time.sleep(0.5)
         found = [summary_of(Path(name, str(index), "out.txt")) for index in range(len(commands))]
         for index, (process, summary) in enumerate(zip(processes, found, strict=True)):
-            if process.returncode or not summary:
+            if process.returncode or not summary or not summary.get("sps"):
                 raise RuntimeError(f"{' '.join(commands[index])}\n{Path(name, str(index), 'log.txt').read_text()[-2000:]}")
     return found, peak / 2**20
 
@@ -78,7 +79,7 @@ def run(commands: list[list[str]], threads: int | None) -> tuple[list[dict], flo
 def measure(script: str, mode: str, agents: int) -> dict:
     """The line of a run, or of as many as there are agents. Raises RuntimeError where one does not end well."""
     many = mode != "processes"
-    path = str(ROOT / "leanrl" / f"{script}_{'seeds' if many else 'torchcompile'}.py")
+    path = str(LEANRL / f"{script}_{'seeds' if many else 'torchcompile'}.py")
     steps = STARTS + max(STEPS // 10, STEPS // agents)
     command = [sys.executable, path, "--compile", f"--learning-starts={STARTS}", f"--total-timesteps={steps}"]
     if many:
@@ -93,6 +94,10 @@ def measure(script: str, mode: str, agents: int) -> dict:
 
 def main() -> int:
     args = tyro.cli(Args)
+    check_names("scripts", args.scripts, Args.scripts)
+    if min(*args.agents, *args.workers, args.rounds, math.inf) < 1:
+        refuse("--agents, --workers and --rounds take numbers from 1")
+    lines_of_output(args.output, results.check_agents)
     lines, failed = [], False
     for _ in range(args.rounds):
         for script in args.scripts:
@@ -107,7 +112,7 @@ def main() -> int:
                     continue
                 print(f"{script} {mode} {agents}: {lines[-1]['sps']:.0f} steps/s", flush=True)
                 if args.output:
-                    results.replace(args.output, lines)
+                    results.replace(args.output, lines, results.check_agents)
     print(tables.agents_table(lines))
     return int(failed)
 

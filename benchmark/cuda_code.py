@@ -21,7 +21,6 @@ Exit status: 0 each graph has code and each kernel compiles, 1 some do not, 2 a 
 import ast
 import inspect
 import re
-import subprocess
 import sys
 import traceback
 from collections import Counter
@@ -39,6 +38,8 @@ from unittest.mock import patch
 import results
 import torch
 import tyro
+from common import LEANRL, ROOT, check_names, lines_of_output, refuse
+from job import commit
 from torch import fx
 from torch._dynamo.device_interface import CudaInterface
 from torch._guards import TracingContext, tracing
@@ -50,7 +51,6 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._triton import has_triton
 
-ROOT = Path(__file__).resolve().parent.parent
 # Of an environment of its own, or of any of --env-ids, and what else a script needs to compile all of its functions.
 SCRIPTS = {
     "sac_continuous_action": (None, ()),
@@ -108,16 +108,9 @@ class Generated(BaseException):
     """Carries the code that Inductor has generated out of it; an Exception it would catch."""
 
 
-def refuse(message: str) -> None:
-    """Tell on one line of standard error why nothing is done, and leave with exit status 2."""
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def check_scripts(scripts: tuple[str, ...]) -> None:
     """Refuse names that are none, and a PyTorch that knows nothing of CUDA."""
-    if unknown := [script for script in scripts if script not in SCRIPTS]:
-        refuse(f"--scripts takes {', '.join(SCRIPTS)}, got {' '.join(unknown)}")
+    check_names("scripts", scripts, SCRIPTS)
     if torch.version.cuda is None:
         refuse(f"needs a build of PyTorch for CUDA, and this is {torch.__version__}: see the top of this file")
 
@@ -168,7 +161,7 @@ def recording_compile(graphs: list[Graph], compile_function: Callable) -> Callab
 def graphs_of(script: str, *arguments: str) -> list[Graph]:
     """The graphs of a twin's functions, one for each kind of gradient step, in the order in which they are compiled."""
     name = script.split()[0]
-    path = ROOT / "leanrl" / (f"{name}.py" if name.endswith("_seeds") else f"{name}_torchcompile.py")
+    path = LEANRL / (f"{name}.py" if name.endswith("_seeds") else f"{name}_torchcompile.py")
     sys.modules["__main__"] = module = ModuleType("__main__")  # where tyro looks for the texts of --help
     module.__file__ = str(path)
     torch._dynamo.reset()  # it would take the sizes of a second environment for dynamic
@@ -316,12 +309,8 @@ def told(line: dict) -> str:
 def main() -> None:
     args = tyro.cli(Args)
     check_scripts(args.scripts)
-    try:
-        lines = results.read(args.output, results.check_code) if args.output and args.output.exists() else []
-    except (results.ResultsError, OSError) as error:
-        refuse(f"--output takes a file of results of this program: {error}")
-    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    made_with = {"torch": torch.__version__.split("+")[0], "triton": metadata.version("triton"), "git_commit": commit or None}
+    lines = lines_of_output(args.output, results.check_code)
+    made_with = {"torch": torch.__version__.split("+")[0], "triton": metadata.version("triton"), "git_commit": commit(ROOT)}
     failed = False
     for script in args.scripts:
         own, arguments = SCRIPTS[script]
@@ -334,7 +323,7 @@ def main() -> None:
                 print(told(lines[-1]), flush=True)
                 failed |= not lines[-1]["generated"] or bool(lines[-1]["errors"])
     if args.output:
-        results.replace(args.output, lines)
+        results.replace(args.output, lines, results.check_code)
     sys.exit(int(failed))
 
 

@@ -51,7 +51,7 @@ class Job:
     folder: Path
     command: tuple[str, ...]
     cache: Path
-    """where the compilers keep what they made; has a file `warm` once a run has ended well"""
+    """where the compilers keep what they made; has a file `used` once a run has begun"""
     time_limit: float
     """in seconds"""
     cores: tuple[int, ...] = ()
@@ -114,6 +114,11 @@ class GpuSampler:
         return {"gpu_busy_seconds": round(busy, 2), "gpu_memory_mb": round(max(self.memory) / 2**20, 1)}
 
 
+def commit(folder: Path) -> str | None:
+    """The commit of the checkout that a folder belongs to, with `-dirty` where tracked files differ; None outside of one."""
+    return git(folder, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty") or None
+
+
 def git(folder: Path, *command: str) -> str:
     """What git says of the checkout that a folder belongs to; nothing where there is no git, or no checkout."""
     try:
@@ -140,14 +145,24 @@ def provenance(command: tuple[str, ...], env: dict[str, str], gpu: str | None) -
     return {
         "versions": asked["versions"],
         "hardware": {"cpu": cpu, "cores": usable_cores(), "gpu": gpu} | mkl,
-        "git_commit": git(folder, "rev-parse", "--verify", "HEAD") or None,
+        "git_commit": commit(folder),
     }
+
+
+def threads_told(env: dict[str, str]) -> int | None:
+    """How many threads PyTorch is told to take; None where it chooses."""
+    return int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else None
 
 
 def children_usage() -> tuple[float, float]:
     """Processor time in seconds of all that has run below this process, and the most memory in MiB that one of it held."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    return usage.ru_utime + usage.ru_stime, mebibytes(usage.ru_maxrss)
+
+
+def mebibytes(maxrss: int) -> float:
+    """The most memory that a process held, in MiB, of what the operating system gives in units of its own."""
+    return maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def grouped(*columns: list[float], groups: int = GROUPS) -> list[np.ndarray]:
@@ -272,7 +287,7 @@ def watch(process: subprocess.Popen, job: Job, gpu: GpuSampler) -> str | None:
     return None
 
 
-def judge(job: Job, code: int, stdout: Path) -> tuple[str | None, dict]:
+def judge(code: int, stdout: Path) -> tuple[str | None, dict]:
     """Why a run that ended with this status failed, None if it did not, and its summary."""
     summary = summary_of(stdout)
     if code < 0:
@@ -293,7 +308,7 @@ def run_job(job: Job) -> None:
     env |= {f"{compiler}_CACHE_DIR": str(job.cache) for compiler in ("TORCHINDUCTOR", "TRITON")}
     env |= {"OMP_NUM_THREADS": str(job.threads)} if job.threads else {}
     env |= {} if job.gpu is None else {"CUDA_VISIBLE_DEVICES": job.gpu}
-    cold_start = not (job.cache / "warm").exists()
+    cold_start = not (job.cache / "used").exists()
     stdout, log = job.folder / "stdout.txt", job.folder / "log.txt"
     # What an earlier attempt has left, or a job that Slurm has put back into its queue.
     runs, command, resumed = job.folder / "runs", job.command, None
@@ -318,6 +333,8 @@ def run_job(job: Job) -> None:
         start = time.time()
         with (runs / "starts.txt").open("a") as starts:
             starts.write(f"{start}\n")
+        job.cache.mkdir(parents=True, exist_ok=True)
+        (job.cache / "used").touch()  # a run that dies leaves compiled code, too
         process = subprocess.Popen(command, env=env, **streams, **options)
         try:
             reason = watch(process, job, gpu)
@@ -329,7 +346,7 @@ def run_job(job: Job) -> None:
             code = process.wait()
         seconds, memory = children_usage()
         outcome |= {"cpu_busy_seconds": round(seconds - seconds_before, 2), "peak_memory_mb": round(memory, 1)}
-        failure, summary = judge(job, code, stdout)
+        failure, summary = judge(code, stdout)
         if reason := reason or failure:
             outcome |= {"status": "failed", "reason": reason, "log": last_lines(log)}
         else:
@@ -337,13 +354,15 @@ def run_job(job: Job) -> None:
             gpu_seconds, gpu_utilization = (column.round(2).tolist() for column in gpu_columns)
             curve = episode_curve(runs, [float(line) for line in (runs / "starts.txt").read_text().split()])
             curve |= {"gpu_seconds": gpu_seconds, "gpu_utilization": gpu_utilization}
-            threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else None
-            outcome |= {"status": "ok", "cold_start": cold_start, "threads": threads, **gpu.totals(training_seconds(summary))}
+            outcome |= {
+                "status": "ok",
+                "cold_start": cold_start,
+                "threads": threads_told(env),
+                **gpu.totals(training_seconds(summary)),
+            }
             outcome |= {"runs_per_gpu": job.sharing, "resumed": resumed, "summary": summary, "curve": curve}
             for path in checkpoints(runs)[:-1]:  # the last stays; with a replay buffer each has up to hundreds of megabytes
                 path.unlink()
-            job.cache.mkdir(parents=True, exist_ok=True)
-            (job.cache / "warm").touch()
         new = job.folder / "outcome.json.new"
         new.write_text(json.dumps(outcome))
         new.rename(job.folder / "outcome.json")

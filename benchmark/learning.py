@@ -19,10 +19,11 @@ from pathlib import Path
 
 import numpy as np
 import results
+from common import PUBLISHED
 from job import episode_curve, grouped
 from plots import panels
 from selection import MODES
-from tables import PUBLISHED, by, markdown, packages_and_commits
+from tables import by, markdown, packages_and_commits
 
 LAST = 100  # training episodes, whose mean return is what a run has reached
 ENDS = {"1M": 1.0, "500k": 0.5}  # steps of the literature's runs that ours have, too, in millions
@@ -283,10 +284,10 @@ def take_over(folders: list[Path], variant: str | None = None) -> None:
     found = {identity(line): line for line in old}
     drawn = {(curve["sweep"], curve["job"]): curve for curve in curves}
     for folder in folders:
-        lines = results.read(folder / "results.jsonl")
+        lines = results.read(folder / "results.jsonl", growing=True)
         new = [(line, None) for line in lines if line["status"] == "ok"]
         new += unfinished_runs(folder, {line["job"] for line in lines})
-        drawn |= {(c["sweep"], c["job"]): c for c in results.read(folder / "curves.jsonl", results.check_curve)}
+        drawn |= {(c["sweep"], c["job"]): c for c in results.read(folder / "curves.jsonl", results.check_curve, growing=True)}
         for line, curve in new:
             line |= {"variant": variant} if variant else {}
             known = found.get(identity(line), {"total_timesteps": 0})
@@ -294,8 +295,9 @@ def take_over(folders: list[Path], variant: str | None = None) -> None:
                 found[identity(line)] = line | ({"resume": Path(line["resume"]).name} if line.get("resume") else {})
                 drawn |= {(line["sweep"], line["job"]): curve} if curve else {}
     kept = sorted(found.values(), key=natural)
-    for path, content in zip(files, (kept, [drawn[line["sweep"], line["job"]] for line in kept]), strict=True):
-        results.replace(path, content)
+    contents = (kept, [drawn[line["sweep"], line["job"]] for line in kept])
+    for (path, check), content in zip(files.items(), contents, strict=True):
+        results.replace(path, content, check)
 
 
 def identity(line: dict) -> tuple:

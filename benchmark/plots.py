@@ -4,7 +4,7 @@ import statistics
 import textwrap
 
 import numpy as np
-from tables import AXES, MODES, UNITS, binding, busy_per_million, by, in_order, name_of, processor, unit_cost
+from tables import AXES, LABELS, UNITS, binding, busy_per_million, by, in_order, name_of, processor, timed, unit_cost
 
 # The colours here are those of Okabe and Ito, which colour-blind readers can tell apart; markers do where there is no colour.
 SCRIPT_STYLES = {
@@ -15,7 +15,7 @@ SCRIPT_STYLES = {
     "dqn": ("#CC79A7", "v"),
 }
 MODE_COLOURS = ("#999999", "#555555", "#E69F00", "#56B4E9", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#F0E442")
-COLOURS = dict(zip(MODES, MODE_COLOURS, strict=True))
+COLOURS = dict(zip(LABELS, MODE_COLOURS, strict=True))
 
 
 def panels(count: int, title: str):
@@ -51,8 +51,7 @@ def below(lines: list[dict]) -> str:
 
 def plot_speed(lines: list[dict]):
     """Bars of agent steps per second by mode, the range over runs as whiskers; a panel an algorithm and environment."""
-    timed = [line for line in lines if line.get("sps") and line.get("resumed") is None]
-    groups = by(timed, "algorithm", "env_id", "steps")
+    groups = by(timed(lines), "algorithm", "env_id", "steps")
     if not groups:
         return None
     figure, axes = panels(len(groups), "Agent steps per second: median, range, ratio to eager")
@@ -137,7 +136,7 @@ def plot_scaling(lines: list[dict]):
 def plot_gpu(lines: list[dict], curves: list[dict]):
     """GPU utilisation over the first run of each mode; a panel an algorithm and environment. None without a GPU."""
     curve_of = {(curve["sweep"], curve["job"]): curve for curve in curves if curve["gpu_seconds"]}
-    whole = [line for line in lines if line.get("gpu_busy_seconds") is not None and line.get("resumed") is None]
+    whole = [line for line in timed(lines) if line.get("gpu_busy_seconds") is not None]
     drawn = [line for line in whole if (line["sweep"], line["job"]) in curve_of]
     groups = by(drawn, "algorithm", "env_id", "steps")
     if not groups:

@@ -20,13 +20,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
 
 import torch
+from common import LEANRL, refuse
 from torch.autograd import DeviceType
 from torch.profiler import record_function
 
-LEANRL = Path(__file__).resolve().parent.parent / "leanrl"
 STEPS = 50  # of a script that learns in each step; of PPO, a rollout
 STEP = "ProfilerStep*"  # how the profiler names a step
 LONGEST = 12  # rows of operators or kernels
@@ -35,12 +34,6 @@ WIDTH = 64  # of a name in a table
 
 class ProfileOverError(SystemExit):
     """Ends a run whose profile is taken, or which is too short for one: then the message says so."""
-
-
-def refuse(message: str) -> NoReturn:
-    """Tell why there is no profile, in one line on standard error, and leave with exit status 2."""
-    print(f"profile_run.py: error: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def hooked(source: str, path: Path) -> ast.Module:

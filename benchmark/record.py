@@ -9,8 +9,9 @@ from pathlib import Path
 from uuid import uuid4
 
 import results
+from common import ROOT, refuse
 from job import checkpoints, git
-from selection import ROOT, Run, refuse
+from selection import Run
 
 
 def default_folder(profile: str) -> Path:
@@ -43,12 +44,12 @@ def describe(folder: Path, profile: str) -> str:
     path, commit = folder / "sweep.json", git(ROOT, "rev-parse", "HEAD") or None
     if not path.exists():
         identity = f"{datetime.now(UTC):%Y-%m-%d}-{uuid4().hex[:8]}"
-        results.replace(path, [{"format": results.FORMAT, "id": identity, "profile": profile, "git_commit": commit}])
+        description = {"format": results.FORMAT, "id": identity, "profile": profile, "git_commit": commit}
+        results.replace(path, [description], results.check_description)
         return identity
     try:
         sweep = results.parse(path.read_bytes())
-        results.check_format(sweep)
-        results.check_keys(sweep, results.Description)
+        results.check_description(sweep)
     except results.FormatError as error:
         refuse(f"--folder {folder}: {error}")
     except (OSError, ValueError):
@@ -87,13 +88,16 @@ class Record:
         kept = [line for line in lines if line["status"] == "ok" and line["job"] in drawn]
         failed = [line for line in lines if line["status"] == "failed" and line["job"] not in selected]
         results.replace(self.results_file, kept + failed)
-        results.replace(self.curves_file, [drawn[line["job"]] for line in kept])
+        results.replace(self.curves_file, [drawn[line["job"]] for line in kept], results.check_curve)
         return kept
 
     def lines_of(self, run: Run, outcome: dict, attempts: int) -> tuple[dict, dict]:
-        """The lines of results and curves of a run that has ended; of one whose summary makes no sense, that it failed."""
+        """The lines of results and curves of a run that has ended, at which attempt in this folder counted.
+
+        Where its summary makes no sense, the line says that it failed.
+        """
         about = {"format": results.FORMAT, "sweep": self.identity, "job": run.name}
-        line = about | {"attempts": max(attempts, 1), "algorithm": run.algorithm, "mode": run.mode}
+        line = about | {"attempts": attempts, "algorithm": run.algorithm, "mode": run.mode}
         line |= {"env_id": run.env_id, "seed": run.seed, "steps": run.steps}
         line |= {key: value for key, value in outcome.items() if key not in ("summary", "curve")}
         full, curve = outcome.get("summary", {}) | line, about | outcome.get("curve", {})

@@ -16,7 +16,8 @@ import learning
 import plots
 import results
 import tables
-from tables import PUBLISHED, ROOT, machines
+from common import PUBLISHED, ROOT
+from tables import machines
 
 SHOWN = re.compile(r"\((?:docs/)?plots/((\w+)-([\w-]+)\.png)\)")
 MARKED = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -49,9 +50,11 @@ LEARNING_PLOTS |= {"overview": learning.plot_overview}
 
 
 def render(text: str) -> str:
-    """`text` with the tables between its markers made anew."""
+    """`text` with the tables between its markers made anew. Raises ResultsError where a file is not what it should be."""
 
     def table(match: re.Match) -> str:
+        if match[2] not in TABLES:
+            raise results.ResultsError(f"there is no table of kind {match[2]}; kinds are {', '.join(TABLES)}")
         make, check = TABLES[match[2]]
         path = PUBLISHED / match[3]
         content = f"\n{make(results.read(path, check))}\n\n" if path.exists() else ""
@@ -92,14 +95,14 @@ def unfinished(folder: Path, ended: set[str]) -> dict[str, int]:
 
 def report_folder(folder: Path) -> None:
     """Print the tables of a sweep's results and write its plots. Raises ResultsError where a file is not what it should be."""
-    lines = results.read(folder / "results.jsonl")
+    lines = results.read(folder / "results.jsonl", growing=True)
     print(tables.speed_table(lines))
     for name, step in unfinished(folder, {line["job"] for line in lines if line["status"] == "ok"}).items():
         print(f"\nnot at its end: {name}: checkpoint at step {step:,}")
     failed = [line for line in lines if line["status"] == "failed"]
     for line in failed:
         print(f"\nfailed: {line['job']}: {line['reason']}")
-    curves = results.read(folder / "curves.jsonl", results.check_curve)
+    curves = results.read(folder / "curves.jsonl", results.check_curve, growing=True)
     paths = write_plots(lines, curves, folder / "plots")
     print(f"\nresults: {folder / 'results.jsonl'}\nplots: {', '.join(str(path) for path in paths)}")
 

@@ -68,7 +68,7 @@ class Measured(TypedDict, total=False):
     wall_seconds: float | None
 
     steps: int  # asked for: a run may end a little earlier
-    cold_start: bool  # the compilers had not compiled this script in this mode before
+    cold_start: bool  # no run before had begun to compile this script in this mode for this environment
     threads: int | None  # OMP_NUM_THREADS, None where PyTorch chose
     runs_per_gpu: int  # how many shared the GPU
     resumed: int | None  # the step from which it was taken up last, and sps counts; None where it ran through
@@ -98,14 +98,17 @@ class Curve(TypedDict):
 
 
 class Figure(TypedDict):
-    """A line of a file that benchmark/tricks.py has written, which has no format: what a call of one variant takes."""
+    """A line of benchmark/tricks.py: what a call of one variant takes."""
 
+    format: int
+    status: Literal["ok"]
     title: str
     variant: str
     microseconds: float
-    device: str
-    threads: int
-    torch: str
+    threads: int | None
+    versions: dict[str, str | None]
+    hardware: Hardware
+    git_commit: str | None
 
 
 class Ended(TypedDict):
@@ -125,7 +128,7 @@ class Died(TypedDict):
 
 
 class Description(TypedDict):
-    """A sweep.json."""
+    """A sweep.json, in one line."""
 
     format: int
     id: str
@@ -169,10 +172,11 @@ class Bound(TypedDict):
 
     format: int
     script: str
-    threads: int
+    torch_threads: int
     sps: float
     mflop_per_step: float
     gflops: float
+    status: Literal["ok"]
     versions: dict[str, str | None]
     hardware: Hardware
     git_commit: str | None
@@ -330,25 +334,20 @@ def check_of(kind: type) -> Callable[[object], None]:
     return check
 
 
-# Of benchmark/roofline.py, agents.py, settings.py and scaling.py, and of the literature's figures.
-check_roofline, check_agents, check_setting, check_scaling, check_literature = map(
-    check_of, (Bound, Agents, Timed, Size, Reached)
+# Of benchmark/roofline.py, agents.py, settings.py, scaling.py and tricks.py, of the literature's figures, and of a sweep.json.
+check_roofline, check_agents, check_setting, check_scaling, check_figure, check_literature, check_description = map(
+    check_of, (Bound, Agents, Timed, Size, Figure, Reached, Description)
 )
 
 
-def check_figure(line: object) -> None:
-    """Raise ValueError, with one line that says why, unless this is a line of figures."""
-    check_keys(line, Figure)
-    check_finite(line)
-
-
-def read(path: Path, check: Callable[[object], None] = check_run) -> list[dict]:
-    """All lines of a file of results, or of what else `check` checks.
+def read(path: Path, check: Callable[[object], None] = check_run, growing: bool = False) -> list[dict]:
+    """All lines of a file of results, or of what else `check` checks; of a growing file without one that is being written.
 
     Raises ResultsError where a line is not what it should be.
     """
+    *contents, last = path.read_bytes().split(b"\n")
     lines = []
-    for number, content in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, content in enumerate([*contents, *([last] if last and not growing else [])], start=1):
         try:
             lines.append(parse(content))
             check(lines[-1])
@@ -378,8 +377,10 @@ def recover(path: Path, check: Callable[[object], None] = check_run) -> list[dic
     return lines
 
 
-def replace(path: Path, lines: list[dict]) -> None:
-    """Write the file anew: the old one stays until the new one is whole."""
+def replace(path: Path, lines: list[dict], check: Callable[[object], None] = check_run) -> None:
+    """Write the file anew: the old one stays until the new one is whole. Raises ValueError where a line is not to be read."""
+    for line in lines:
+        check(line)
     new = path.with_name(f"{path.name}.new")
     try:
         with new.open("w") as file:

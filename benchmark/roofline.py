@@ -8,7 +8,6 @@ float32 products, on as many threads as the script has; and times a compiled run
 --output names a file of results, whose lines of the same scripts are replaced.
 """
 
-import json
 import os
 import runpy
 import subprocess
@@ -23,11 +22,11 @@ from unittest.mock import patch
 import results
 import torch
 import tyro
-from job import provenance
+from common import LEANRL, check_names, lines_of_output
+from job import provenance, summary_of
 from tables import roofline_table
 from torch.utils.flop_counter import FlopCounterMode
 
-ROOT = Path(__file__).resolve().parent.parent
 # Two lengths of a run, whose difference has no start-up, and the length of the one that is timed.
 LENGTHS = {
     "sac_continuous_action": (120, 220, 4000),
@@ -54,7 +53,7 @@ def arguments(script: str, steps: int) -> list[str]:
 
 def operations(script: str, steps: int) -> int:
     """The floating-point operations of products and convolutions in a whole run of the eager script."""
-    path = str(ROOT / "leanrl" / f"{script}.py")
+    path = str(LEANRL / f"{script}.py")
     # The counter does not see NumPy.
     in_pytorch = ["--act-device=device"] if script == "ppo_continuous_action" else []
     with FlopCounterMode(display=False) as counter:
@@ -81,10 +80,12 @@ def measure(script: str, threads: int) -> dict:
     with redirect_stdout(None):
         counted = [operations(script, steps) for steps in (short, long)]
     threads = 1 if script in ("ppo_continuous_action", "dqn") else threads  # as they set themselves
-    command = [sys.executable, str(ROOT / "leanrl" / f"{script}_torchcompile.py"), "--compile", *arguments(script, timed)]
-    summary = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
+    command = [sys.executable, str(LEANRL / f"{script}_torchcompile.py"), "--compile", *arguments(script, timed)]
+    with Path("stdout.txt").open("wb") as stdout:
+        subprocess.run(command, stdout=stdout, check=True)
+    summary = summary_of(Path("stdout.txt"))
     megaflops = (counted[1] - counted[0]) / (long - short) / 1e6
-    line = {"format": results.FORMAT, "script": script, "threads": threads, "sps": summary["sps"]}
+    line = {"format": results.FORMAT, "status": "ok", "script": script, "torch_threads": threads, "sps": summary["sps"]}
     return line | {
         "mflop_per_step": megaflops,
         "gflops": gflops(threads),
@@ -94,17 +95,15 @@ def measure(script: str, threads: int) -> dict:
 
 def main() -> None:
     args = tyro.cli(Args)
-    if unknown := [script for script in args.scripts if script not in LENGTHS]:
-        print(f"roofline.py: error: --scripts takes {', '.join(LENGTHS)}, got {' '.join(unknown)}", file=sys.stderr)
-        raise SystemExit(2)
+    check_names("scripts", args.scripts, LENGTHS)
+    known = lines_of_output(args.output, results.check_roofline)
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         lines = [measure(script, threads) for script in args.scripts]
     print(roofline_table(lines))
     if args.output:
-        known = results.read(args.output, results.check_roofline) if args.output.exists() else []
         every = {line["script"]: line for line in [*known, *lines]}
-        results.replace(args.output, [every[script] for script in LENGTHS if script in every])
+        results.replace(args.output, [every[script] for script in LENGTHS if script in every], results.check_roofline)
 
 
 if __name__ == "__main__":

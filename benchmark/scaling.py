@@ -20,15 +20,14 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import results
 import tables
 import tyro
-from job import git, provenance, summary_of
+from common import LEANRL, ROOT, check_interpreter, check_names, lines_of_output
+from job import commit, mebibytes, provenance, summary_of
 from selection import TASKS
 
-ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / "benchmark" / "peers.py"
 VALUES = {"num_envs": (1, 4, 16, 64, 256), "batch_size": (64, 256, 1024, 4096), "width": (64, 256, 1024)}
 # Environments, batch and width of the defaults.
@@ -107,7 +106,7 @@ class Measurement:
             given["total-timesteps"] += settle
             options = [f"--{key}={value}" for key, value in given.items()]
             return (str(peers.absolute()), str(PEERS), "sbx", self.script, *options)
-        path = ROOT / "leanrl" / f"{self.script}_torchcompile.py"
+        path = LEANRL / f"{self.script}_torchcompile.py"
         if self.axis == "width":
             path = folder / path.name
             path.write_text(widened(self.script, self.value))
@@ -117,7 +116,7 @@ class Measurement:
 
 def widened(script: str, width: int) -> str:
     """The text of a twin whose networks have another width."""
-    text = (ROOT / "leanrl" / f"{script}_torchcompile.py").read_text()
+    text = (LEANRL / f"{script}_torchcompile.py").read_text()
     [networks] = re.findall(r"^# ---- Networks .*?^# ---- Algorithm", text, re.DOTALL | re.MULTILINE)
     return text.replace(networks, re.sub(rf"\b{DEFAULTS[script]['width']}\b", str(width), networks))
 
@@ -152,30 +151,20 @@ def measure(point: Measurement, peers: Path | None) -> dict:
         "value": point.value,
     }
     line |= {"sps": summary["sps"], "updates_per_second": summary["sps"] * point.updates_per_step}
-    line |= {"peak_memory_mb": round(usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10), 1)}
-    original = PEERS if point.mode == "sbx" else ROOT / "leanrl" / f"{point.script}_torchcompile.py"
+    line |= {"peak_memory_mb": round(mebibytes(usage.ru_maxrss), 1)}
+    original = PEERS if point.mode == "sbx" else LEANRL / f"{point.script}_torchcompile.py"
     return line | provenance((command[0], str(original)), dict(os.environ), None)
-
-
-def refuse(message: str) -> NoReturn:
-    """Tell a bad argument in one line on standard error and leave with exit status 2."""
-    print(f"scaling.py: error: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def main() -> int:
     args = tyro.cli(Args)
     for name, known in (("scripts", DEFAULTS), ("axes", VALUES)):
-        if unknown := [value for value in getattr(args, name) if value not in known]:
-            refuse(f"--{name} takes {', '.join(known)}; got {' '.join(unknown)}")
-    if args.peers and not os.access(args.peers, os.X_OK):
-        refuse(f"--peers takes a Python interpreter, got {args.peers}")
-    try:
-        lines = results.read(args.output, results.check_scaling) if args.output and args.output.exists() else []
-    except results.ResultsError as error:
-        refuse(f"--output: {error}")
-    commit, failed = git(ROOT, "rev-parse", "--verify", "HEAD") or None, False
-    timed = {name_of(line): line for line in lines if line["git_commit"] == commit}
+        check_names(name, getattr(args, name), known)
+    check_interpreter("peers", args.peers)
+    lines = lines_of_output(args.output, results.check_scaling)
+    now, failed = commit(ROOT), False
+    same = now and not now.endswith("-dirty")  # which says nothing of what was changed
+    timed = {name_of(line): line for line in lines if same and line["git_commit"] == now}
     by_command: dict[tuple, dict] = {}  # the default sizes are on every axis, and timed once
     for point in points(args):
         key = (point.script, point.mode, tuple(point.arguments.items()), tuple(point.sizes.values()))
@@ -192,7 +181,7 @@ def main() -> int:
         print(f"{point.script} {point.mode} {point.axis} {point.value}: {line['sps']:.0f} steps/s", flush=True)
         if args.output:
             others = [old for old in lines if name_of(old) not in timed]
-            results.replace(args.output, sorted([*others, *timed.values()], key=place))
+            results.replace(args.output, sorted([*others, *timed.values()], key=place), results.check_scaling)
     print(tables.scaling_table(list(timed.values())))
     return int(failed)
 

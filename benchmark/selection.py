@@ -5,9 +5,9 @@ import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parent.parent
+from common import LEANRL, ROOT, check_interpreter, check_names, refuse
+
 # The suffix of the script and its flags; of a library, None.
 MODES = {
     "eager": ("", ()),
@@ -151,16 +151,10 @@ class Args:
     """further options of sbatch, such as: account NAME exclusive true"""
 
 
-def refuse(message: str) -> NoReturn:
-    """Tell a bad argument in one line on standard error and leave with exit status 2."""
-    print(f"sweep.py: error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def script_of(algorithm: str, mode: str) -> Path:
     """The script that a mode runs, of modes that are not those of a library."""
     suffix, _ = MODES[mode]
-    return ROOT / "leanrl" / f"{algorithm}{suffix}.py"
+    return LEANRL / f"{algorithm}{suffix}.py"
 
 
 @dataclass(frozen=True)
@@ -196,9 +190,7 @@ def check_args(args: Args) -> None:
     """Refuse argument values that cannot work."""
     for name, known in (("profile", PROFILES), ("scripts", TASKS), ("modes", MODES), ("cluster", ("local", "slurm"))):
         given = getattr(args, name) or ()
-        for value in (given,) if isinstance(given, str) else given:
-            if value not in known:
-                refuse(f"--{name} takes {', '.join(known)}; got {value}")
+        check_names(name, (given,) if isinstance(given, str) else given, known)
     least = {"workers": 1, "runs_per_gpu": 1, "total_timesteps": 1, "time_limit": 0.01, "gpus_per_job": 0, "cores_per_job": 1}
     for name, low in (least | {"checkpoint_every": 1}).items():
         value = getattr(args, name)
@@ -206,8 +198,7 @@ def check_args(args: Args) -> None:
             refuse(f"--{name.replace('_', '-')} takes a number from {low}, got {value}")
     if args.runs_per_gpu > 1 and args.cluster == "slurm":
         refuse("--runs-per-gpu takes 1 on Slurm, which gives each run GPUs of its own")
-    if args.peers and not os.access(args.peers, os.X_OK):
-        refuse(f"--peers takes a Python interpreter, got {args.peers}")
+    check_interpreter("peers", args.peers)
     if not args.peers and set(args.modes or ()) & set(PEERS):
         refuse("--modes sb3 and sbx need --peers: use ./run.sh peers")
 

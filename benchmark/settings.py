@@ -20,14 +20,13 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 import results
 import tyro
+from common import LEANRL, check_names, lines_of_output
 from job import provenance
 from tables import settings_table
 
-ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 15
 # The arguments of a short run, and the gradient steps of a round.
 SCRIPTS = {
@@ -153,7 +152,7 @@ class Twin:
 
 def text_of(script: str) -> str:
     """The text of a script's twin."""
-    return (ROOT / "leanrl" / f"{script}_torchcompile.py").read_text()
+    return (LEANRL / f"{script}_torchcompile.py").read_text()
 
 
 def applies(script: str, setting: Setting) -> bool:
@@ -195,29 +194,22 @@ def measure(script: str, names: list[str]) -> list[dict]:
                     rounds[setting].append(twin.microseconds())
             for line in lines:
                 line[key] = statistics.median(rounds[line["setting"]][1:])
-    path = str(ROOT / "leanrl" / f"{script}_torchcompile.py")
+    path = str(LEANRL / f"{script}_torchcompile.py")
     return [line | provenance((sys.executable, path), dict(os.environ), None) for line in lines]
-
-
-def refuse(message: str) -> NoReturn:
-    """Tell a bad argument in one line on standard error and leave with exit status 2."""
-    print(f"settings.py: error: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def main() -> None:
     args = tyro.cli(Args)
     for name, known in (("scripts", SCRIPTS), ("settings", SETTINGS)):
-        if unknown := [value for value in getattr(args, name) if value not in known]:
-            refuse(f"--{name} takes {', '.join(known)}; got {' '.join(unknown)}")
-    lines = []
+        check_names(name, getattr(args, name), known)
+    kept, lines = lines_of_output(args.output, results.check_setting), []
     for script in args.scripts:
         names = dict.fromkeys(["as it is", *args.settings])
         timed = measure(script, [name for name in names if applies(script, SETTINGS[name])])
         lines += timed
         if args.output:
-            others = results.read(args.output, results.check_setting) if args.output.exists() else []
-            results.replace(args.output, [line for line in others if line["script"] != script] + timed)
+            kept = [line for line in kept if line["script"] != script] + timed
+            results.replace(args.output, kept, results.check_setting)
     print(settings_table(lines))
 
 

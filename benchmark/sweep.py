@@ -52,7 +52,7 @@ class Sweep:
         )
         self.record = Record(folder, args.profile)
         self.seconds: dict[tuple[str, str], list[float]] = {}  # that runs of a script and mode took
-        self.done, self.failed, self.attempts = 0, 0, dict.fromkeys(runs, 0)
+        self.done, self.failed, self.attempts = 0, 0, dict.fromkeys(runs, 0)  # attempts of this call
         self.running: dict[Run, Attempt] = {}
         self.shown = None
         names = set()
@@ -132,7 +132,7 @@ class Sweep:
                 self.say(f"once more: {run.name}: {outcome['reason']}")
                 self.queue.appendleft(run)
             else:
-                self.add(*self.record.lines_of(run, outcome, self.attempts[run]))
+                self.add(*self.record.lines_of(run, outcome, int(attempt.folder.name)))
 
     def run(self) -> None:
         """Do all that is missing."""

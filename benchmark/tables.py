@@ -3,13 +3,10 @@
 import itertools
 import statistics
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-PUBLISHED = ROOT / "benchmark" / "results"
-MODES = {
+LABELS = {
     "sb3": "Stable-Baselines3",
     "sbx": "SBX (JAX)",
     "eager": "LeanRL eager",
@@ -33,9 +30,14 @@ def by(lines: list[dict], *keys: str) -> dict[tuple, list[dict]]:
     return groups
 
 
+def timed(lines: list[dict]) -> list[dict]:
+    """The lines of runs that have a speed of their own: not of those that were taken up, which is that of their last part."""
+    return [line for line in lines if line.get("sps") and line.get("resumed") is None]
+
+
 def in_order(modes: Iterable[str]) -> list[str]:
     """Modes in the order of tables and plots."""
-    return [mode for mode in MODES if mode in modes]
+    return [mode for mode in LABELS if mode in modes]
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -63,7 +65,7 @@ def agents(line: dict) -> int:
 
 def name_of(mode: str, runs: list[dict]) -> str:
     """The name of a mode of these runs; where a run has several agents, with their number."""
-    return MODES[mode].format(agents="/".join(sorted({str(agents(line)) for line in runs})))
+    return LABELS[mode].format(agents="/".join(sorted({str(agents(line)) for line in runs})))
 
 
 def of_agents(runs: list[dict], key: str) -> list[float]:
@@ -73,13 +75,14 @@ def of_agents(runs: list[dict], key: str) -> list[float]:
 
 
 def busy_per_million(line: dict) -> float:
-    """The seconds that the GPU is busy in a million agent steps of a run, over all its agents."""
-    return line["gpu_busy_seconds"] / (line["total_timesteps"] * agents(line)) * 1e6
+    """The seconds that the GPU is busy in a million agent steps of a run that learn, over all its agents."""
+    return line["gpu_busy_seconds"] / ((line["total_timesteps"] - line.get("learning_starts", 0)) * agents(line)) * 1e6
 
 
 def machine_of(line: dict) -> tuple:
-    """What tells machines apart, and runs that had a GPU to themselves from those that shared it."""
-    return (*(line["hardware"].get(key) for key in ("cpu", "cores", "mkl", "gpu")), line.get("runs_per_gpu", 1))
+    """What tells machines apart, and on one of them runs that had fewer threads or shared a GPU from those that did not."""
+    hardware = (line["hardware"].get(key) for key in ("cpu", "cores", "mkl", "gpu"))
+    return (*hardware, line.get("threads"), line.get("runs_per_gpu", 1))
 
 
 def machines(lines: list[dict]) -> list[list[dict]]:
@@ -92,14 +95,15 @@ def machines(lines: list[dict]) -> list[list[dict]]:
 
 
 def processor(line: dict) -> str:
-    """The processor of a run, its cores, and what MKL was told to take it for."""
-    cpu, cores, mkl, *_ = machine_of(line)
-    return f"{cpu}, {cores} cores{f', MKL {mkl}' if mkl else ''}"
+    """The processor of a run, its cores, what MKL was told to take it for, and the threads that it was told to take."""
+    cpu, cores, mkl, _, threads, _ = machine_of(line)
+    told = [*([f"MKL {mkl}"] if mkl else []), *([f"OMP_NUM_THREADS={threads}"] if threads else [])]
+    return ", ".join([cpu, f"{cores} core{'s' if cores > 1 else ''}", *told])
 
 
 def machine(lines: list[dict]) -> str:
     """What the runs of one machine were made with: one line."""
-    *_, gpu, sharing = machine_of(lines[0])
+    *_, gpu, _, sharing = machine_of(lines[0])
     shared = f", {sharing} runs at a time on it, each with its share of the cores" if sharing > 1 else ""
     return f"{processor(lines[0])}; {f'{gpu}{shared}' if gpu else 'no GPU'}; {packages_and_commits(lines)}"
 
@@ -111,8 +115,15 @@ def packages_and_commits(lines: list[dict]) -> str:
         for package, version in line["versions"].items():
             versions.setdefault(package, set()).update([version] if version else [])
     packages = [f"{package} {'/'.join(sorted(found))}" for package, found in versions.items() if found]
-    commits = sorted({line["git_commit"][:7] for line in lines if line.get("git_commit")})
-    return ", ".join(packages) + (f"; commit {', '.join(commits)}" if commits else "")
+    return ", ".join(packages) + commits(lines)
+
+
+def commits(lines: list[dict]) -> str:
+    """The commits that lines were made at, as a line below a table ends with them; nothing where no line has one."""
+    known = {line["git_commit"] for line in lines if line.get("git_commit")}
+    told = sorted(commit[:7] + commit[40:] for commit in known)
+    unknown = [] if all(line.get("git_commit") for line in lines) else ["some not recorded"]
+    return f"; commit {', '.join(told + unknown)}" if told else ""
 
 
 def by_machine(table: Callable[[list[dict]], str]) -> Callable[[list[dict]], str]:
@@ -127,14 +138,11 @@ def by_machine(table: Callable[[list[dict]], str]) -> Callable[[list[dict]], str
 
 @by_machine
 def speed_table(lines: list[dict]) -> str:
-    """Agent steps per second of each algorithm and mode: median and range, ratios, start-up cold and warm, GPU seconds.
-
-    Without runs that were taken up, whose figures are those of their last part.
-    """
-    timed = [line for line in lines if line.get("sps") and line.get("resumed") is None]
-    on_gpu = any(line.get("gpu_busy_seconds") for line in timed)
-    groups = by(timed, "algorithm", "env_id", "steps")
-    several = len(groups) > len(by(timed, "algorithm"))
+    """Agent steps per second of each algorithm and mode: median and range, ratios, start-up cold and warm, GPU seconds."""
+    lines = timed(lines)
+    on_gpu = any(line.get("gpu_busy_seconds") for line in lines)
+    groups = by(lines, "algorithm", "env_id", "steps")
+    several = len(groups) > len(by(lines, "algorithm"))
     rows = []
     for (algorithm, env_id, steps), group in groups.items():
         modes = {mode: lines for (mode,), lines in by(group, "mode").items()}
@@ -149,7 +157,7 @@ def speed_table(lines: list[dict]) -> str:
             gpu = [f"{statistics.median(busy):.0f}" if busy else ""] if on_gpu else []
             rows.append([name, spread([line["sps"] for line in runs]), *ratios, *startup, *gpu])
     header = ["", "steps/s, median (range)", "x eager", "x SBX", "start-up cold, s", "warm, s"]
-    return markdown([*header, *(["GPU-busy s per 1M steps"] if on_gpu else [])], rows)
+    return markdown([*header, *(["GPU-busy s per 1M steps that learn"] if on_gpu else [])], rows)
 
 
 @by_machine
@@ -183,6 +191,7 @@ def curve_table(curves: list[dict]) -> str:
     return markdown(["agent steps", *names], rows)
 
 
+@by_machine
 def tricks_table(lines: list[dict]) -> str:
     """Microseconds a call of each variant, and the ratio to the first one of its title."""
     rows, first = [], {}
@@ -190,8 +199,7 @@ def tricks_table(lines: list[dict]) -> str:
         base = first.setdefault(line["title"], line["microseconds"])
         figure, ratio = f"{line['microseconds']:.2f}", f"{line['microseconds'] / base:.2f}" if base > 0.1 else ""
         rows.append([f"{line['title']}: {line['variant']}", figure, ratio])
-    made_with = ", ".join(f"{key} {lines[0][key]}" for key in ("device", "threads", "torch"))
-    return f"{markdown(['', 'microseconds a call', 'x first'], rows)}\n\n{made_with}"
+    return markdown(["", "microseconds a call", "x first"], rows)
 
 
 def cuda_code_table(lines: list[dict]) -> str:
@@ -212,20 +220,19 @@ def cuda_code_table(lines: list[dict]) -> str:
     header = ["", *(f"Triton launches, torch {version}" for version in versions), *counted]
     errors = {f"torch {line['torch']} fails: `{line['error']}`": None for line in lines if not line["generated"]}
     below = ", ".join(f"torch {torch} with Triton {triton}" for torch, triton in made_with)
-    commits = sorted({line["git_commit"][:7] for line in lines if line["git_commit"]})
-    below += f"; commit {', '.join(commits)}" if commits else ""
-    return "\n\n".join([markdown(header, rows), *errors, below])
+    return "\n\n".join([markdown(header, rows), *errors, below + commits(lines)])
 
 
+@by_machine
 def roofline_table(lines: list[dict]) -> str:
     """What the matrix products alone would allow beside what a compiled run reaches."""
     rows = []
     for line in lines:
         bound = line["gflops"] * 1000 / line["mflop_per_step"]
-        figures = [f"{line['mflop_per_step']:.1f}", str(line["threads"]), f"{line['gflops']:.0f}", f"{bound:.0f}"]
+        figures = [f"{line['mflop_per_step']:.1f}", str(line["torch_threads"]), f"{line['gflops']:.0f}", f"{bound:.0f}"]
         rows.append([line["script"], *figures, f"{line['sps']:.0f}", f"{line['sps'] / bound:.0%}"])
     header = ["", "MFLOP a step", "threads", "GFLOP/s", "the products alone, steps/s", "compiled, steps/s", "share"]
-    return f"{markdown(header, rows)}\n\n{machine(lines)}"
+    return markdown(header, rows)
 
 
 @by_machine

@@ -1,25 +1,31 @@
 """Measure the habits of docs/tricks.md one by one: each against what it replaces, in microseconds or milliseconds.
 
-    ./run.sh python benchmark/tricks.py [benchmark/results/tricks.jsonl]
+    ./run.sh python benchmark/tricks.py [--output benchmark/results/tricks.jsonl]
 
 Uses the sizes of the scripts on their default tasks, on the CUDA device if there is one. SAC: 17 observations, 6 actions,
 batches of 256, two critics of 256 and 256 units. PPO: 2048 steps, or minibatches of 256 times four frames. The variants of a
-row are interleaved; a figure is the median of 15 rounds. A file named on the command line is written anew, one line a figure.
+row are interleaved; a figure is the median of 15 rounds. Nothing else may run meanwhile. The file that --output names is
+written anew, one line a figure.
 """
 
 import copy
 import itertools
-import json
+import os
 import statistics
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import results
 import torch
 import torch.nn.functional as F
+import tyro
+from common import lines_of_output
+from job import provenance, threads_told
 from tables import tricks_table
 from torch import Tensor, nn, optim
 from torch.func import functional_call, stack_module_state, vmap
@@ -246,14 +252,23 @@ def habits() -> list[dict]:
     return rows + (compare("noise born", 200, **born) if DEVICE.type == "cuda" else [])
 
 
+@dataclass
+class Args:
+    output: Path | None = None
+    """a file of results to write anew"""
+
+
 def main() -> None:
+    args = tyro.cli(Args)
+    lines_of_output(args.output, results.check_figure)
     off_policy = [*denormals(), *critics(), *sampling(), *optimizers(), *gradients(), *targets()]
-    lines = [*off_policy, *advantages(), *acting(), *convolutions(), *habits()]
-    machine = {"device": DEVICE.type, "threads": torch.get_num_threads(), "torch": torch.__version__}
-    lines = [line | machine for line in lines]
+    figures = [*off_policy, *advantages(), *acting(), *convolutions(), *habits()]
+    gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else None
+    made_with = provenance((sys.executable, __file__), dict(os.environ), gpu) | {"threads": threads_told(dict(os.environ))}
+    lines = [{"format": results.FORMAT, "status": "ok", **figure, **made_with} for figure in figures]
     print(tricks_table(lines))
-    for path in sys.argv[1:]:
-        Path(path).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    if args.output:
+        results.replace(args.output, lines, results.check_figure)
 
 
 if __name__ == "__main__":

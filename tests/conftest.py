@@ -169,13 +169,14 @@ def rendering() -> dict[str, str]:
 
 
 def commit(folder: Path) -> str:
-    """Make a folder a git checkout with one commit, and return that."""
+    """Make a folder a git checkout with one commit of the files in it, and return that."""
 
     def git(*command: str) -> str:
         options = {"check": True, "capture_output": True, "text": True}
         return subprocess.run(["git", "-C", folder, *command], **options).stdout.strip()
 
     git("init", "--quiet")
+    git("add", "--all")
     git("-c", "user.name=A", "-c", "user.email=a@example.org", "commit", "--quiet", "--allow-empty", "--message", "first")
     return git("rev-parse", "HEAD")
 

@@ -10,21 +10,22 @@ import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
-import pytest
-import torch
-from conftest import ROOT, SHORT, commit, profile, profile_shares
-from torch.autograd import DeviceType
-
-sys.path.insert(0, str(ROOT / "benchmark"))
+import common
 import cuda_code
 import job
 import plots
 import profile_run
+import pytest
 import report
 import results
+import selection
 import settings
 import tables
+import torch
+from conftest import ROOT, SHORT, commit, profile, profile_shares
+from torch.autograd import DeviceType
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
@@ -32,10 +33,11 @@ def test_tables_are_those_of_the_results(path):
     assert report.render(path.read_text()) == path.read_text()
 
 
-@pytest.mark.parametrize("setting", settings.SETTINGS)
-def test_each_setting_changes_a_twin(setting, monkeypatch):
-    monkeypatch.setenv("LD_PRELOAD", "mkl_as_on_intel.so")
-    assert any(settings.applies(script, settings.SETTINGS[setting]) for script in settings.SCRIPTS)
+@pytest.mark.parametrize("name", [name for name, setting in settings.SETTINGS.items() if setting.replace])
+def test_a_setting_finds_what_it_changes_in_the_twins(name):
+    changed = [script for script in settings.SCRIPTS if settings.applies(script, settings.SETTINGS[name])]
+    in_halves = ["sac_continuous_action", "td3_continuous_action"]
+    assert changed == (in_halves if name == "one graph a gradient step" else list(settings.SCRIPTS))
 
 
 def test_where_nothing_is_preloaded_leaving_it_out_is_no_setting(monkeypatch):
@@ -57,6 +59,10 @@ def test_speed_table_gives_median_range_and_ratios():
     assert "| sac: LeanRL `--compile` | 200 (150-250) | 2.00 | 2.50 | 20.0 | 5.5 |" in table
     assert "| sac: SBX (JAX) | 80 | 0.80 | 1.00 |  |  |" in table
     assert table.endswith("A CPU, 2 cores; no GPU; python 3.12.1; commit 0123456")
+
+
+def test_modes_are_the_same_everywhere():
+    assert set(selection.MODES) == set(tables.LABELS) == set(get_args(results.Mode))
 
 
 def test_machines_are_never_mixed():
@@ -124,11 +130,15 @@ def test_cuda_code_table_has_a_column_for_each_version_and_tells_of_failures():
 def test_a_wrong_line_of_cuda_code_is_refused(tmp_path, line, reason):
     path = tmp_path / "cuda_code.jsonl"
     right = [graph("2.13.0", 3), graph("2.11.0", None)]
-    results.replace(path, right)
+    results.replace(path, right, results.check_code)
     assert results.read(path, results.check_code) == right
-    results.replace(path, [*right, line])
+    with pytest.raises(ValueError, match=reason):
+        results.replace(path, [line], results.check_code)
+    with path.open("a") as file:
+        file.write(json.dumps(line))  # an editor may leave out the newline
     with pytest.raises(results.ResultsError, match=f"line 3: .*{reason}"):
         results.read(path, results.check_code)
+    assert results.read(path, results.check_code, growing=True) == right
 
 
 # As Inductor writes it, shortened.
@@ -176,6 +186,7 @@ def test_each_kind_of_gradient_step_is_a_graph(monkeypatch, script, small, names
 
 def test_without_a_build_for_cuda_there_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(common, "PROGRAM", "cuda_code.py")
     monkeypatch.setattr(sys, "argv", ["cuda_code.py"])
     with pytest.raises(SystemExit) as end:
         cuda_code.main()
@@ -251,7 +262,14 @@ def test_the_end_of_a_log_has_the_last_state_of_a_progress_bar(tmp_path):
     assert job.last_lines(log).splitlines() == ["first", "100%|", "Traceback"]
 
 
+@pytest.mark.parametrize("printed", ["", "no JSON", "[" * 100_000, "[1]", '{"sps": 1}\n...'])
+def test_a_run_that_ends_with_anything_but_an_object_has_printed_no_summary(printed, tmp_path):
+    (tmp_path / "stdout.txt").write_text(printed)
+    assert job.judge(0, tmp_path / "stdout.txt") == ("printed no summary", {})
+
+
 def test_what_a_run_is_made_with_is_asked_of_its_own_interpreter(tmp_path):
+    (tmp_path / "script.py").touch()
     head = commit(tmp_path)
     for package, version in {"envpool": "9.9", "sbx-rl": "0.1"}.items():  # in the environment of the run, and not in this one
         information = tmp_path / "packages" / f"{package.replace('-', '_')}-{version}.dist-info" / "METADATA"
@@ -265,6 +283,10 @@ def test_what_a_run_is_made_with_is_asked_of_its_own_interpreter(tmp_path):
     assert about["hardware"]["cpu"]
     assert (about["hardware"]["cores"], about["hardware"]["gpu"]) == (len(os.sched_getaffinity(0)), "A GPU")
     assert about["git_commit"] == head
+    (tmp_path / "script.py").write_text("changed = True")
+    assert job.commit(tmp_path) == f"{head}-dirty"
+    runs = [line("eager", 1) | {"git_commit": found} for found in (head, f"{head}-dirty", None)]
+    assert tables.speed_table(runs).endswith(f"; commit {head[:7]}, {head[:7]}-dirty, some not recorded")
 
 
 def test_without_git_there_is_no_commit(monkeypatch):

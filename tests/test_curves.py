@@ -3,20 +3,17 @@
 import ast
 import json
 import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-from conftest import ROOT, run
-from torch.utils.tensorboard import SummaryWriter
-
-sys.path.insert(0, str(ROOT / "benchmark"))
 import learning
+import numpy as np
 import plots
+import pytest
 import results
 import scaling
 import tables
+from conftest import ROOT, run
+from torch.utils.tensorboard import SummaryWriter
 
 TD3 = "td3_continuous_action"
 
@@ -100,7 +97,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     log(folder / "jobs" / job / "1" / "runs", 12, 200)
     (folder / "jobs" / job / "1" / "runs" / "another_run").mkdir()
     results.replace(folder / "results.jsonl", [ended, failed, several])
-    results.replace(folder / "curves.jsonl", [curve(ended["job"], 1_000_000)])
+    results.replace(folder / "curves.jsonl", [curve(ended["job"], 1_000_000)], results.check_curve)
     return folder
 
 
@@ -130,7 +127,7 @@ def test_a_seed_counts_once(sweep):
     runs = [ended, *(ended | {"mode": mode, "job": ended["job"].replace("compile", mode)} for mode in ("both", "eager"))]
     runs[1]["episodic_return"] = 8000.0
     results.replace(sweep / "results.jsonl", runs)
-    results.replace(sweep / "curves.jsonl", [curve(run["job"], 1_000_000) for run in runs])
+    results.replace(sweep / "curves.jsonl", [curve(run["job"], 1_000_000) for run in runs], results.check_curve)
     learning.take_over([sweep])
     lines = results.read(learning.PUBLISHED / "learning.jsonl")
     assert {(run["mode"], run["seed"], run["episodic_return"]) for run in lines if run["seed"] == 10} == {("both", 10, 8000)}

@@ -1,0 +1,44 @@
+"""What the programs of this folder share: where things are, and how they refuse arguments that cannot work."""
+
+import os
+import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import NoReturn
+
+import results
+
+ROOT = Path(__file__).resolve().parent.parent
+LEANRL = ROOT / "leanrl"
+PUBLISHED = ROOT / "benchmark" / "results"
+PROGRAM = Path(sys.argv[0]).name  # as it was called: a script that is profiled gets its own arguments
+
+
+def refuse(message: str) -> NoReturn:
+    """Tell a bad argument in one line on standard error and leave with exit status 2."""
+    print(f"{PROGRAM}: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check_names(option: str, given: Collection[str], known: Collection[str]) -> None:
+    """Refuse an option that names what there is not."""
+    if unknown := [name for name in given if name not in known]:
+        refuse(f"--{option} takes {', '.join(known)}; got {' '.join(unknown)}")
+
+
+def check_interpreter(option: str, path: Path | None) -> None:
+    """Refuse an option that names what is no interpreter."""
+    if path and not os.access(path, os.X_OK):
+        refuse(f"--{option} takes a Python interpreter, got {path}")
+
+
+def lines_of_output(path: Path | None, check: Callable[[object], None]) -> list[dict]:
+    """The lines of the file that --output names, if it exists. Refuses one that cannot be written, or is of another kind."""
+    if path is None:
+        return []
+    if not os.access(path.absolute().parent, os.W_OK):
+        refuse(f"--output takes a file in a folder that can be written to, got {path}")
+    try:
+        return results.read(path, check) if path.exists() else []
+    except (results.ResultsError, OSError) as error:
+        refuse(f"--output takes a file of results of this program: {error}")
