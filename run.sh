@@ -32,7 +32,7 @@ install() {
   local venv=$1 python=${PYTHON:-python3} wanted
   shift
   wanted=$(cat "$@" | cksum)
-  [ "$(cat "$venv/requirements.cksum" 2>/dev/null)" = "$wanted" ] && return
+  [ -x "$venv/bin/python" ] && [ "$(cat "$venv/requirements.cksum" 2>/dev/null)" = "$wanted" ] && return
   echo "Installing into $venv (once) ..." >&2
   if [ ! -x "$venv/bin/python" ]; then
     "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null ||

@@ -158,6 +158,12 @@ def at_work(curve: dict) -> np.ndarray:
     return curve["seconds"][0] + np.cumsum([0, *np.where(taken > 5 * usual, usual, taken)])
 
 
+def title_of(env_id: str, asked: int, curves: list[dict]) -> str:
+    """The title of a panel, which tells of runs that are under way how far they are."""
+    most = max(curve["step"][-1] for curve in curves)
+    return env_id if most >= THROUGH * asked else f"{env_id}, {millions(most)} of {millions(asked)}"
+
+
 def draw(axis, curves: list[dict], key: str) -> None:
     """Return against steps or time: single seeds thin, and the mean of those that are through, with its interval."""
     scale = {"step": 1e6, "seconds": 60}[key]
@@ -206,31 +212,31 @@ def finish(axis, title: str, key: str) -> None:
 def plot_returns_of(algorithm: str, lines: list[dict], curves: list[dict]):
     """The learning curves of an algorithm: a row an environment and number of steps, by steps and by time."""
     groups = by([line for line in trained(lines) if line["algorithm"] == algorithm], "env_id", "steps")
-    kept = [(env_id, drawn) for (env_id, _), runs in groups.items() if (drawn := drawn_curves(runs, curves))]
+    kept = [(*key, drawn) for key, runs in groups.items() if (drawn := drawn_curves(runs, curves))]
     if not kept:
         return None
     figure, axes = panels(2 * len(kept), f"{algorithm}: mean over seeds, 95 % bootstrap interval, single seeds")
-    for row, (env_id, drawn) in enumerate(kept):
+    for row, (env_id, asked, drawn) in enumerate(kept):
         for axis, key in zip(axes[2 * row : 2 * row + 2], ("step", "seconds"), strict=True):
             draw(axis, drawn, key)
             mark(axis, algorithm, env_id, key)
-            finish(axis, env_id, key)
+            finish(axis, title_of(env_id, asked, drawn), key)
     return figure
 
 
 def plot_overview(lines: list[dict], curves: list[dict]):
     """One environment of each algorithm, by steps."""
     kept = []
-    for (algorithm, env_id, _), runs in by(trained(lines), "algorithm", "env_id", "steps").items():
+    for (algorithm, env_id, asked), runs in by(trained(lines), "algorithm", "env_id", "steps").items():
         if env_id == HEADLINE[algorithm] and (drawn := drawn_curves(runs, curves)):
-            kept.append((algorithm, env_id, drawn))
+            kept.append((algorithm, env_id, asked, drawn))
     if not kept:
         return None
     figure, axes = panels(len(kept), "Learning curves: mean over seeds, 95 % bootstrap interval, single seeds")
-    for axis, (algorithm, env_id, drawn) in zip(axes, kept, strict=False):
+    for axis, (algorithm, env_id, asked, drawn) in zip(axes, kept, strict=False):
         draw(axis, drawn, "step")
         mark(axis, algorithm, env_id, "step")
-        finish(axis, f"{algorithm}, {env_id}", "step")
+        finish(axis, f"{algorithm}, {title_of(env_id, asked, drawn)}", "step")
     return figure
 
 

@@ -52,6 +52,14 @@ def spread(values: list[float]) -> str:
     return median if len(values) == 1 else f"{median} ({min(values):.0f}-{max(values):.0f})"
 
 
+def ratio(runs: list[dict], base: list[dict]) -> str:
+    """The ratio of two medians of steps/s and, of several seeds, the range of the ratios of runs with the same seed."""
+    speed = {line["seed"]: line["sps"] for line in base if "seed" in line}
+    each = [line["sps"] / speed[line["seed"]] for line in runs if line.get("seed") in speed]
+    whole = statistics.median(line["sps"] for line in runs) / statistics.median(line["sps"] for line in base)
+    return f"{whole:.2f}" + (f" ({min(each):.2f}-{max(each):.2f})" if len(each) > 1 and runs is not base else "")
+
+
 def median_of(lines: list[dict], key: str) -> str:
     """The median of a figure over the lines that have it, or nothing."""
     values = [line[key] for line in lines if line.get(key) is not None]
@@ -146,17 +154,16 @@ def speed_table(lines: list[dict]) -> str:
     rows = []
     for (algorithm, env_id, steps), group in groups.items():
         modes = {mode: lines for (mode,), lines in by(group, "mode").items()}
-        medians = {mode: statistics.median(line["sps"] for line in lines) for mode, lines in modes.items()}
         for mode in in_order(modes):
             runs = modes[mode]
-            ratios = [f"{medians[mode] / medians[base]:.2f}" if base in medians else "" for base in ("eager", "sbx")]
+            ratios = [ratio(runs, modes[base]) if base in modes else "" for base in ("eager", "sbx")]
             startup = [[line for line in runs if line.get("cold_start") is cold] for cold in (True, False)]
             startup = [median_of(part, "startup_seconds") for part in startup]
             busy = [busy_per_million(line) for line in runs if line.get("gpu_busy_seconds") is not None]
             name = f"{algorithm}{f', {env_id}, {steps:,} steps' if several else ''}: {name_of(mode, runs)}"
             gpu = [f"{statistics.median(busy):.0f}" if busy else ""] if on_gpu else []
             rows.append([name, spread([line["sps"] for line in runs]), *ratios, *startup, *gpu])
-    header = ["", "steps/s, median (range)", "x eager", "x SBX", "start-up cold, s", "warm, s"]
+    header = ["", "steps/s, median (range)", "x eager (by seed)", "x SBX (by seed)", "start-up cold, s", "warm, s"]
     return markdown([*header, *(["GPU-busy s per 1M steps that learn"] if on_gpu else [])], rows)
 
 

@@ -11,8 +11,8 @@ Paper: Mnih et al., "Human-level control through deep reinforcement learning", N
        with --double, van Hasselt et al., "Deep Reinforcement Learning with Double Q-learning", arXiv:1509.06461 (2015).
 Run:   python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --compile --cudagraphs
 Twin:  leanrl/dqn.py, the eager script, which lists the deviations from the paper. Without the two
-       flags this file computes the same numbers, with them the same up to the rounding of float32 and the
-       random numbers that compiled code draws.
+       flags this file computes the same up to rounding, with them also but for the random numbers that compiled
+       code draws. Rounding makes single runs part after some hundred gradient steps, as between two processors.
 Tags:  every place that differs from the eager script opens with `# [fast k]`; docs/tricks.md has a chapter on each k.
 """
 
@@ -372,6 +372,7 @@ def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
         for name in ("format", "algorithm", "env_id", *(["num_envs", "seed"] if args.resume else [])):
             if old[name] != now[name]:
                 refuse(f"{flag} takes a checkpoint of {name} {now[name]}, {newest} has {old[name]}")
+        print(f"checkpoint: {newest}", file=sys.stderr)
         for name in now if args.resume else ():
             if name not in ("resume", "evaluate") and old.get(name, now[name]) != now[name]:
                 effect = "is ignored" if name in ignored else "from here on"

@@ -424,6 +424,7 @@ def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
         for name in ("format", "algorithm", "env_id", *(["num_envs", "seed"] if args.resume else [])):
             if old[name] != now[name]:
                 refuse(f"{flag} takes a checkpoint of {name} {now[name]}, {newest} has {old[name]}")
+        print(f"checkpoint: {newest}", file=sys.stderr)
         for name in now if args.resume else ():
             if name not in ("resume", "evaluate") and old.get(name, now[name]) != now[name]:
                 effect = "is ignored" if name in ignored else "from here on"

@@ -11,8 +11,8 @@ Paper: Schulman et al., "Proximal Policy Optimization Algorithms", arXiv:1707.06
        al., "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog Track (2022).
 Run:   python leanrl/ppo_atari_envpool_torchcompile.py --env-id Breakout-v5 --compile --cudagraphs
 Twin:  leanrl/ppo_atari_envpool.py, the eager script, which lists the deviations from the paper. Without the two
-       flags this file computes the same numbers, with them the same up to the rounding of float32 and the
-       random numbers that compiled code draws.
+       flags this file computes the same up to rounding, with them also but for the random numbers that compiled
+       code draws. Rounding makes single runs part after some hundred gradient steps, as between two processors.
 Tags:  every place that differs from the eager script opens with `# [fast k]`; docs/tricks.md has a chapter on each k.
 """
 
@@ -477,6 +477,7 @@ def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
         for name in ("format", "algorithm", "env_id", *(["num_envs", "seed"] if args.resume else [])):
             if old[name] != now[name]:
                 refuse(f"{flag} takes a checkpoint of {name} {now[name]}, {newest} has {old[name]}")
+        print(f"checkpoint: {newest}", file=sys.stderr)
         for name in now if args.resume else ():
             if name not in ("resume", "evaluate") and old.get(name, now[name]) != now[name]:
                 effect = "is ignored" if name in ignored else "from here on"

@@ -10,8 +10,7 @@
 Paper: Schulman et al., "Proximal Policy Optimization Algorithms", arXiv:1707.06347 (2017), with the details of Huang et
        al., "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog Track (2022).
 Run:   python leanrl/ppo_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --compile --cudagraphs
-Twin:  leanrl/ppo_continuous_action.py, the eager script, which lists the deviations from the paper. Without the two
-       flags this file computes the same numbers, with them the same up to the rounding of float32.
+Twin:  leanrl/ppo_continuous_action.py, eager, lists the deviations from the paper and computes the same up to rounding.
 Tags:  every place that differs from the eager script opens with `# [fast k]`; docs/tricks.md has a chapter on each k.
 """
 
@@ -485,6 +484,7 @@ def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
         for name in ("format", "algorithm", "env_id", *(["num_envs", "seed"] if args.resume else [])):
             if old[name] != now[name]:
                 refuse(f"{flag} takes a checkpoint of {name} {now[name]}, {newest} has {old[name]}")
+        print(f"checkpoint: {newest}", file=sys.stderr)
         for name in now if args.resume else ():
             if name not in ("resume", "evaluate") and old.get(name, now[name]) != now[name]:
                 effect = "is ignored" if name in ignored else "from here on"

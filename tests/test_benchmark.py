@@ -59,6 +59,10 @@ def test_speed_table_gives_median_range_and_ratios():
     assert "| sac: LeanRL `--compile` | 200 (150-250) | 2.00 | 2.50 | 20.0 | 5.5 |" in table
     assert "| sac: SBX (JAX) | 80 | 0.80 | 1.00 |  |  |" in table
     assert table.endswith("A CPU, 2 cores; no GPU; python 3.12.1; commit 0123456")
+    seeded = [line(mode, sps, seed=seed) for mode, sps, seed in (("eager", 90, 1), ("eager", 100, 2), ("compile", 180, 1))]
+    table = tables.speed_table([*seeded, line("compile", 150, seed=2), line("compile", 400, seed=3)])
+    assert "| sac: LeanRL `--compile` | 180 (150-400) | 1.89 (1.50-2.00) |  |" in table  # of seed 3 there is no pair
+    assert "| sac: LeanRL eager | 95 (90-100) | 1.00 |  |" in table
 
 
 def test_modes_are_the_same_everywhere():
