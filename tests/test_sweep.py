@@ -410,7 +410,7 @@ def test_what_is_no_outcome_and_no_description_counts_for_none(tmp_path, capsys,
     leave(tmp_path / "sweep.json", content)
     with pytest.raises(SystemExit, match="2"):
         record.describe(tmp_path, "quick")
-    assert capsys.readouterr().err == f"sweep.py: error: --folder {tmp_path}: sweep.json is not readable\n"
+    assert capsys.readouterr().err.endswith(f": error: --folder {tmp_path}: sweep.json is not readable\n")
 
 
 @pytest.mark.parametrize("name", ["results.jsonl", "running.lock", "jobs"])
