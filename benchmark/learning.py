@@ -22,7 +22,7 @@ import results
 from common import PUBLISHED
 from job import episode_curve, grouped
 from plots import panels
-from selection import MODES
+from selection import MODES, PEERS, SEEDS
 from tables import by, markdown, packages_and_commits
 
 LAST = 100  # training episodes, whose mean return is what a run has reached
@@ -282,7 +282,7 @@ def take_over(folders: list[Path], variant: str | None = None) -> None:
     """Put the runs of sweeps among the published ones, unless those are further. Raises ResultsError where a file is wrong.
 
     Of a seed that has been run for as many steps more than once it is the run that is further. Only runs of the compiled twin
-    are taken: eager ones and the libraries' are of another kind, those of several agents have no curves.
+    are taken, as a variant any of one agent: those of several agents have no curves.
     """
     name = "ablation" if variant else "learning"
     files = {PUBLISHED / f"{name}.jsonl": results.check_run, PUBLISHED / f"{name}.curves.jsonl": results.check_curve}
@@ -297,7 +297,8 @@ def take_over(folders: list[Path], variant: str | None = None) -> None:
         for line, curve in new:
             line |= {"variant": variant} if variant else {}
             known = found.get(identity(line), {"total_timesteps": 0})
-            if line["mode"] in TAKEN and known["total_timesteps"] <= line["total_timesteps"]:
+            taken = line["mode"] not in (*SEEDS, *PEERS) if variant else line["mode"] in TAKEN
+            if taken and known["total_timesteps"] <= line["total_timesteps"]:
                 found[identity(line)] = line | ({"resume": Path(line["resume"]).name} if line.get("resume") else {})
                 drawn |= {(line["sweep"], line["job"]): curve} if curve else {}
     kept = sorted(found.values(), key=natural)
