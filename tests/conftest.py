@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch._inductor.config
 from envs import ScriptedGames
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 # Two threads that meet after each tiny operation are fifty times slower where another process keeps the cores busy.
 torch.set_num_threads(1)
@@ -29,6 +30,7 @@ LEANRL = ROOT / "leanrl"
 SCRIPTS = sorted(path.stem for path in LEANRL.glob("*.py") if not path.stem.endswith(("_torchcompile", "_seeds")))
 TWINS = [f"{name}_torchcompile" for name in SCRIPTS]
 SEEDS = sorted(path.stem for path in LEANRL.glob("*_seeds.py"))
+NOT_ATARI = [name for name in SCRIPTS if "atari" not in name]
 
 
 get_handler, set_handler = signal.getsignal, signal.signal  # a test may put others in their place
@@ -195,6 +197,26 @@ def cli(name: str, *args, env: dict[str, str] | None = None, **options) -> subpr
     with TemporaryDirectory() as directory:
         options = {"cwd": directory, "capture_output": True, "text": True} | options
         return subprocess.run(command, env=environment(**env or {}), **options)
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints of the runs in a folder, by their steps."""
+    return sorted((path for path in directory.glob("runs/*/*.pt") if path.stem.isdecimal()), key=lambda path: int(path.stem))
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Steps and values of all that a run logged, by name."""
+    log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {name: [(event.step, event.value) for event in log.Scalars(name)] for name in log.Tags()["scalars"]}
+
+
+def start(name: str, directory: Path, *args) -> subprocess.Popen:
+    """Start a run as a command."""
+    command = [sys.executable, str(LEANRL / f"{name}.py"), "--no-cuda", "--env-id", "envs:Scripted-v0", *args]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment()}
+    # Of a background job of a shell a child inherits that Ctrl+C is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return subprocess.Popen(command, cwd=directory, **options)
 
 
 def numbers(globals_: dict) -> dict[str, torch.Tensor]:

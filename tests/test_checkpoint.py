@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,34 +18,30 @@ import torch
 from conftest import (
     ACTOR_CRITIC,
     DISCRETE,
-    LEANRL,
+    NOT_ATARI,
     OFF_POLICY,
     ON_POLICY,
     SCRIPTS,
     SHORT,
     TWINS,
+    checkpoints,
     cli,
-    environment,
+    curves,
     play,
     rendering,
     resume_with_warm_up,
     run,
+    start,
     world,
 )
 from envs import Bytes, episode_end, observation, reward
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 PAIRS = [*zip(SCRIPTS, TWINS, strict=True), *zip(TWINS, SCRIPTS, strict=True), *zip(SCRIPTS, SCRIPTS, strict=True)]
-NOT_ATARI = [name for name in SCRIPTS if "atari" not in name]
 
 
 def short(name: str, steps: int) -> tuple[str, ...]:
     """The arguments for a short run of so many steps."""
     return (*SHORT[name][:-1], str(steps))
-
-
-def checkpoints(directory: Path) -> list[Path]:
-    return sorted((path for path in directory.glob("runs/*/*.pt") if path.stem.isdecimal()), key=lambda path: int(path.stem))
 
 
 def held(globals_: dict) -> dict[str, torch.Tensor]:
@@ -78,12 +73,6 @@ def test_what_is_loaded_is_what_was_saved(first, second, tmp_path):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_compiling_leaves_what_was_loaded(script, tmp_path):
     resume_with_warm_up(script, "--compile", directory=tmp_path)
-
-
-def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Steps and values of all that a run logged, by name."""
-    log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    return {name: [(event.step, event.value) for event in log.Scalars(name)] for name in log.Tags()["scalars"]}
 
 
 def wait_for_another_second() -> None:
@@ -152,15 +141,6 @@ def test_the_schedule_and_the_curves_go_on(name, tmp_path):
 def test_a_run_without_checkpoints_writes_none(tmp_path):
     play("td3_continuous_action", *SHORT["td3_continuous_action"], directory=tmp_path)
     assert not checkpoints(tmp_path)
-
-
-def start(name: str, directory: Path, *args) -> subprocess.Popen:
-    """Start a run as a command."""
-    command = [sys.executable, str(LEANRL / f"{name}.py"), "--no-cuda", "--env-id", "envs:Scripted-v0", *args]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment()}
-    # Of a background job of a shell a child inherits that Ctrl+C is ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    return subprocess.Popen(command, cwd=directory, **options)
 
 
 @pytest.mark.parametrize("name", ["td3_continuous_action", "ppo_continuous_action"])

@@ -8,10 +8,9 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from conftest import ACTOR_CRITIC, DISCRETE, OFF_POLICY, SCRIPTS, SHORT, run, world
+from conftest import ACTOR_CRITIC, DISCRETE, NOT_ATARI, OFF_POLICY, SCRIPTS, SHORT, run, world
 from envs import Faulty
 
-NOT_ATARI = [name for name in SCRIPTS if "atari" not in name]
 EAGER_OFF_POLICY = [name for name in OFF_POLICY if name in SCRIPTS]
 
 

@@ -20,9 +20,8 @@ import psutil
 import pytest
 import torch
 from capture import captured_on_cpu
-from conftest import LEANRL, SEEDS, load, play, run
+from conftest import LEANRL, SEEDS, checkpoints, curves, load, play, run, start
 from envs import Faulty
-from test_checkpoint import checkpoints, curves, start
 
 REACHER = ("--env-id", "Reacher-v4", "--batch-size", "32", "--learning-starts", "64", "--total-timesteps", "85")
 QUICK = ("--learning-starts", "50", "--batch-size", "8")
