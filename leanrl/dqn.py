@@ -91,7 +91,7 @@ def check_args(args: Args) -> None:
         "seed": (0, 2**63 - 1),
         **dict.fromkeys(("log_every", "checkpoint_every", "eval_episodes", "total_timesteps", "num_envs"), (1, math.inf)),
         **dict.fromkeys(("batch_size", "train_frequency", "target_network_frequency"), (1, math.inf)),
-        "learning_starts": (0, math.inf if args.evaluate else args.total_timesteps - 1 - args.train_frequency),
+        "learning_starts": (0, math.inf if args.evaluate else args.total_timesteps - args.num_envs - args.train_frequency),
         "buffer_size": (0 if args.evaluate else max(args.batch_size, args.num_envs), math.inf),
         "learning_rate": (0, math.inf),
         **dict.fromkeys(("gamma", "tau", "start_e", "end_e", "exploration_fraction"), (0, 1)),
@@ -331,9 +331,9 @@ def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[st
 
 def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
     """Read the checkpoint to resume or evaluate; nothing in it is executed. Tells arguments that differ or are `ignored`."""
-    flag, path = ("--resume", args.resume) if args.resume else ("--evaluate", args.evaluate)
-    newest = max(path.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns, default=path)
+    flag, newest = ("--resume", args.resume) if args.resume else ("--evaluate", args.evaluate)
     try:
+        newest = max(newest.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns, default=newest)
         with warnings.catch_warnings(action="ignore"):  # if it is none
             checkpoint = torch.load(newest, map_location="cpu", weights_only=True)
         old, now = checkpoint.pop("identity", checkpoint), identity(args)
@@ -466,7 +466,7 @@ if __name__ == "__main__":
     obs[:] = envs.reset(seed=env_seeds)[0].reshape(obs.shape)
 
     stopping, eval_returns, startup_seconds = [], [], None
-    with closing(envs), closing(logger), suppress(KeyboardInterrupt, BrokenPipeError):
+    with closing(envs), closing(logger), suppress(KeyboardInterrupt):
         stop_when_asked(stopping, first="this step")
         torch.manual_seed(noise_seed)
         startup_seconds = time.perf_counter() - start_time

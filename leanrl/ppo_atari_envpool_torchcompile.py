@@ -103,8 +103,8 @@ def check_args(args: Args) -> None:
         value = getattr(args, name)
         if value is not None and (not low <= value <= high or value == math.inf):
             refuse(f"--{name.replace('_', '-')} takes a number from {low} to {high}, got {value}")
-    if not args.evaluate and batch_size % args.num_minibatches:
-        refuse(f"--num-minibatches takes a divisor of the {batch_size} rows, got {args.num_minibatches}")
+    if not args.evaluate and (batch_size % args.num_minibatches or batch_size == args.num_minibatches * args.norm_adv):
+        refuse(f"--num-minibatches takes a divisor of {batch_size}, with --norm-adv a smaller one, got {args.num_minibatches}")
     if args.resume and args.evaluate:
         refuse("--resume and --evaluate exclude each other")
 
@@ -120,15 +120,15 @@ def make_envs(args: Args, step: int = 0, learning: bool = True) -> gym.Env:
     """Build the games, stepped at once by EnvPool; each goes on or anew in the step after a lost life or an end.
 
     Observations are the last four frames, (4, 84, 84) of uint8; rewards are clipped to their sign, and `info["reward"]` is
-    the game's own. For evaluation, not `learning`, lives are not ends and rewards not clipped. `step`, where training begins,
-    makes a resumed run play other games. Exits with status 2 where the game is unknown.
+    the game's own. For evaluation, not `learning`, they are not clipped, but lives end as in training, where EnvPool serves.
+    `step`, where training begins, makes a resumed run play other games. Exits with status 2 where the game is unknown.
     """
     if envpool.registration.registry.specs.get(args.env_id, ("",))[0] != "envpool.atari":
         refuse(f"--env-id takes an Atari game of EnvPool, such as Breakout-v5, got {args.env_id}")
     # EnvPool would give environment i the seed plus i: runs with seeds 1 and 2 would share all but one. It takes 31 bits.
     seeds = (np.random.SeedSequence([args.seed, step, not learning]).generate_state(args.num_envs) >> 1).tolist()
     options = {"seed": seeds, "num_threads": args.env_threads, "render_mode": "rgb_array" if args.capture_video else None}
-    options |= {"episodic_life": learning, "reward_clip": learning}
+    options |= {"episodic_life": True, "reward_clip": learning}
     try:
         return envpool.make(args.env_id, env_type="gymnasium", num_envs=args.num_envs, **options)
     except Exception as error:
@@ -468,9 +468,9 @@ def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[st
 
 def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
     """Read the checkpoint to resume or evaluate; nothing in it is executed. Tells arguments that differ or are `ignored`."""
-    flag, path = ("--resume", args.resume) if args.resume else ("--evaluate", args.evaluate)
-    newest = max(path.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns, default=path)
+    flag, newest = ("--resume", args.resume) if args.resume else ("--evaluate", args.evaluate)
     try:
+        newest = max(newest.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns, default=newest)
         with warnings.catch_warnings(action="ignore"):  # if it is none
             checkpoint = torch.load(newest, map_location="cpu", weights_only=True)
         old, now = checkpoint.pop("identity", checkpoint), identity(args)
@@ -504,9 +504,9 @@ def evaluate(args: Args, folder: Path, policy: Callable) -> Iterator[float]:
     for _ in tqdm(range(args.eval_episodes or 10), desc="evaluation", unit="episode", dynamic_ncols=True):
         obs, done, episode_return = envs.reset()[0], False, 0.0
         while not done:
-            obs, rewards, terminated, truncated, _ = envs.step(policy(obs))
+            obs, rewards, _, truncated, info = envs.step(policy(obs))
             episode_return += float(rewards[0])
-            done = bool(terminated[0] or truncated[0])
+            done = bool(info["terminated"][0] or truncated[0])
         yield episode_return
     envs.close()
 
@@ -617,7 +617,7 @@ if __name__ == "__main__":
     valid = np.ones(num_envs, dtype=bool)
 
     stopping, eval_returns, startup_seconds = [], [], None
-    with closing(envs), closing(logger), suppress(KeyboardInterrupt, BrokenPipeError):
+    with closing(envs), closing(logger), suppress(KeyboardInterrupt):
         stop_when_asked(stopping)
         # [fast 1] The policy, the preparation of the batch and the gradient step are a graph each. Measured: 1.11 times eager.
         if args.compile:

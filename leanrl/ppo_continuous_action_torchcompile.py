@@ -100,8 +100,8 @@ def check_args(args: Args) -> None:
         value = getattr(args, name)
         if value is not None and (not low <= value <= high or value == math.inf):
             refuse(f"--{name.replace('_', '-')} takes a number from {low} to {high}, got {value}")
-    if not args.evaluate and batch_size % args.num_minibatches:
-        refuse(f"--num-minibatches takes a divisor of the {batch_size} rows, got {args.num_minibatches}")
+    if not args.evaluate and (batch_size % args.num_minibatches or batch_size == args.num_minibatches * args.norm_adv):
+        refuse(f"--num-minibatches takes a divisor of {batch_size}, with --norm-adv a smaller one, got {args.num_minibatches}")
     if args.resume and args.evaluate:
         refuse("--resume and --evaluate exclude each other")
 
@@ -475,9 +475,9 @@ def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[st
 
 def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
     """Read the checkpoint to resume or evaluate; nothing in it is executed. Tells arguments that differ or are `ignored`."""
-    flag, path = ("--resume", args.resume) if args.resume else ("--evaluate", args.evaluate)
-    newest = max(path.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns, default=path)
+    flag, newest = ("--resume", args.resume) if args.resume else ("--evaluate", args.evaluate)
     try:
+        newest = max(newest.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns, default=newest)
         with warnings.catch_warnings(action="ignore"):  # if it is none
             checkpoint = torch.load(newest, map_location="cpu", weights_only=True)
         old, now = checkpoint.pop("identity", checkpoint), identity(args)
@@ -640,7 +640,7 @@ if __name__ == "__main__":
     rollout_returns = np.zeros((num_steps, num_envs))
 
     stopping, eval_returns, startup_seconds = [], [], None
-    with closing(envs), closing(logger), suppress(KeyboardInterrupt, BrokenPipeError):
+    with closing(envs), closing(logger), suppress(KeyboardInterrupt):
         stop_when_asked(stopping)
         # [fast 1] The policy, the preparation of the batch and the gradient step are a graph each. Measured: 2.23 times eager.
         if args.compile:

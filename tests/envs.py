@@ -121,14 +121,14 @@ def game_rows(seed: int) -> Iterator[Row]:
 class ScriptedGames:
     """In place of `envpool.make`: goes through GAMES whatever the actions are, which must be valid, and keeps the actions.
 
-    As with EnvPool, a lost life looks like an end, but for info["terminated"], unless the lives are one and scores whole.
+    As with EnvPool, a lost life looks like an end, but for info["terminated"].
     """
 
     observation_space, action_space = Box(0, 255, (4, 84, 84), np.uint8), Discrete(3)
 
     def __init__(self, task_id, *, env_type, num_envs, seed, episodic_life, reward_clip, **_):
-        assert (env_type, len(seed), episodic_life) == ("gymnasium", num_envs, reward_clip)
-        self.episodic_life = episodic_life
+        assert (env_type, len(seed), episodic_life) == ("gymnasium", num_envs, True)
+        self.reward_clip = reward_clip
         self.seeds: list[int] = seed
         self.actions: list[np.ndarray] = []
         self.steps = zip(*map(game_rows, seed), strict=True)
@@ -147,10 +147,8 @@ class ScriptedGames:
         columns = dict(zip(Row._fields, map(np.array, zip(*self.step_ahead, strict=True)), strict=True))
         game_over = (columns["over"] & ~columns["truncated"]).astype(np.int32)
         info = {"reward": columns["score"].astype(np.float32), "terminated": game_over}
-        rewards = columns["reward"].astype(np.float32)
-        if self.episodic_life:
-            return self._observe(), rewards, columns["terminated"], columns["truncated"], info
-        return self._observe(), info["reward"], game_over > 0, columns["truncated"], info
+        rewards = columns["reward"].astype(np.float32) if self.reward_clip else info["reward"]
+        return self._observe(), rewards, columns["terminated"], columns["truncated"], info
 
     def close(self):
         pass

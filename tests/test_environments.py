@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ACTOR_CRITIC, DISCRETE, NOT_ATARI, OFF_POLICY, SCRIPTS, SHORT, run, world
 from envs import Faulty
+from gymnasium.envs.classic_control import PendulumEnv
 
 EAGER_OFF_POLICY = [name for name in OFF_POLICY if name in SCRIPTS]
 
@@ -126,3 +127,13 @@ def test_images_can_be_evaluated_without_room_for_a_replay_buffer(tmp_path):
     [path] = tmp_path.glob("runs/*/*.pt")
     done = run(name, *images, "--evaluate", path, "--eval-episodes", "2", directory=tmp_path)
     assert len(done["eval_returns"]) == 2
+
+
+@pytest.mark.parametrize("name", ["sac_continuous_action", "ppo_continuous_action"])
+def test_a_simulator_that_dies_is_no_end_of_a_run(name, monkeypatch, tmp_path):
+    def step(*_) -> None:
+        raise BrokenPipeError("the simulator is gone")
+
+    monkeypatch.setattr(PendulumEnv, "step", step)
+    with pytest.raises(BrokenPipeError):
+        run(name, "--env-id", "Pendulum-v1", *SHORT[name], directory=tmp_path)

@@ -9,7 +9,7 @@ import envpool
 import numpy as np
 import pytest
 import torch
-from conftest import ON_POLICY, assert_same_numbers, having, plain_gae, play, run
+from conftest import ON_POLICY, assert_same_numbers, having, load, plain_gae, play, run
 from envs import Row, game_rows, scripted_rows
 from torch.distributions import Categorical, Distribution, Normal
 from torch.utils.tensorboard import SummaryWriter
@@ -403,3 +403,18 @@ def test_episodes_of_breakout_are_whole_unclipped_games(name):
     assert real > 9_000
     assert lost > len(expected) > 10
     assert result["episodes"] == expected
+
+
+@pytest.mark.parametrize("name", ["ppo_atari_envpool", "ppo_atari_envpool_torchcompile"])
+def test_a_game_is_evaluated_to_its_end_by_a_policy_that_never_serves(name, tmp_path):
+    script = load(name)
+    actions = []
+
+    def idle(obs: np.ndarray) -> np.ndarray:
+        actions.append(np.zeros(1, np.int32))
+        return actions[-1]
+
+    returns = list(script["evaluate"](script["Args"](env_id="Breakout-v5", seed=11, eval_episodes=2), tmp_path, idle))
+    # Without a ball nothing happens until the limit of 27,000 steps; each of five lives takes some 25.
+    assert len(returns) == 2
+    assert 2 * 5 * 10 < len(actions) < 2 * 5 * 100
