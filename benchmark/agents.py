@@ -12,7 +12,6 @@ benchmark/results/agents.jsonl.
 Exit status: 0 all runs are timed, 1 one has failed, 2 a bad argument.
 """
 
-import math
 import os
 import sys
 import tempfile
@@ -95,7 +94,7 @@ def measure(script: str, mode: str, agents: int) -> dict:
 def main() -> int:
     args = tyro.cli(Args)
     check_names("scripts", args.scripts, Args.scripts)
-    if min(*args.agents, *args.workers, args.rounds, math.inf) < 1:
+    if min((*args.agents, *args.workers, args.rounds)) < 1:
         refuse("--agents, --workers and --rounds take numbers from 1")
     lines_of_output(args.output, results.check_agents)
     lines, failed = [], False

@@ -133,7 +133,7 @@ def usable_cores() -> int:
 
 
 def provenance(command: tuple[str, ...], env: dict[str, str], gpu: str | None) -> dict:
-    """What a command, an interpreter with a script, is run with: versions, hardware, and commit of the script's checkout."""
+    """What a command, an interpreter with a script, is run with: versions, hardware, threads, commit of its checkout."""
     interpreter, script, *_ = command
     folder = Path(script).parent
     options = {"cwd": folder, "env": env, "capture_output": True, "text": True, "check": True}
@@ -146,6 +146,7 @@ def provenance(command: tuple[str, ...], env: dict[str, str], gpu: str | None) -
         "versions": asked["versions"],
         "hardware": {"cpu": cpu, "cores": usable_cores(), "gpu": gpu} | mkl,
         "git_commit": commit(folder),
+        "threads": threads_told(env),
     }
 
 
@@ -161,7 +162,7 @@ def children_usage() -> tuple[float, float]:
 
 
 def mebibytes(maxrss: int) -> float:
-    """The most memory that a process held, in MiB, of what the operating system gives in units of its own."""
+    """`ru_maxrss` in MiB: macOS counts it in bytes, Linux in KiB."""
     return maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
@@ -357,7 +358,6 @@ def run_job(job: Job) -> None:
             outcome |= {
                 "status": "ok",
                 "cold_start": cold_start,
-                "threads": threads_told(env),
                 **gpu.totals(training_seconds(summary)),
             }
             outcome |= {"runs_per_gpu": job.sharing, "resumed": resumed, "summary": summary, "curve": curve}

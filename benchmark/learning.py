@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import results
-from common import PUBLISHED
+from common import PUBLISHED, refuse
 from job import episode_curve, grouped
 from plots import panels
 from selection import MODES, PEERS, SEEDS
@@ -154,6 +154,8 @@ def drawn_curves(runs: list[dict], curves: list[dict]) -> list[dict]:
 def at_work(curve: dict) -> np.ndarray:
     """The seconds of a curve without those for which its run stood still: where a step took five times the usual, that."""
     taken, steps = np.diff(curve["seconds"]), np.diff(curve["step"])
+    if not steps.any():  # all episodes ended at once
+        return np.array(curve["seconds"])
     usual = np.median(taken[steps > 0] / steps[steps > 0]) * steps
     return curve["seconds"][0] + np.cumsum([0, *np.where(taken > 5 * usual, usual, taken)])
 
@@ -326,8 +328,7 @@ def main() -> None:
     try:
         take_over(args.folders, args.variant)
     except (results.ResultsError, OSError, ValueError) as error:
-        print(f"learning.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        refuse(str(error))
 
 
 if __name__ == "__main__":

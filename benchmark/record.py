@@ -10,15 +10,15 @@ from uuid import uuid4
 
 import results
 from common import ROOT, refuse
-from job import checkpoints, git
+from job import checkpoints, commit, git
 from selection import Run
 
 
 def default_folder(profile: str) -> Path:
     """sweeps/<profile>-<commit>; a new one each time where there are changes that are not committed."""
-    commit = git(ROOT, "rev-parse", "--short=7", "HEAD")
+    head = git(ROOT, "rev-parse", "--short=7", "HEAD")
     changed = f"{datetime.now():%m%d-%H%M%S}" if git(ROOT, "status", "--porcelain", "--untracked-files=no") else ""
-    return ROOT / "sweeps" / "-".join(part for part in (profile, commit, changed) if part)
+    return ROOT / "sweeps" / "-".join(part for part in (profile, head, changed) if part)
 
 
 @contextmanager
@@ -41,10 +41,10 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def describe(folder: Path, profile: str) -> str:
     """The identity of a folder's sweep, written down where it is new. Refuses a folder with a sweep of another profile."""
-    path, commit = folder / "sweep.json", git(ROOT, "rev-parse", "HEAD") or None
+    path, now = folder / "sweep.json", commit(ROOT)
     if not path.exists():
         identity = f"{datetime.now(UTC):%Y-%m-%d}-{uuid4().hex[:8]}"
-        description = {"format": results.FORMAT, "id": identity, "profile": profile, "git_commit": commit}
+        description = {"format": results.FORMAT, "id": identity, "profile": profile, "git_commit": now}
         results.replace(path, [description], results.check_description)
         return identity
     try:
@@ -56,8 +56,8 @@ def describe(folder: Path, profile: str) -> str:
         refuse(f"--folder {folder}: sweep.json is not readable")
     if sweep["profile"] != profile:
         refuse(f"--folder {folder}: has a sweep of profile {sweep['profile']}, not {profile}")
-    if sweep["git_commit"] != commit:
-        print(f"{folder} was begun at commit {sweep['git_commit']}, this is {commit}", file=sys.stderr)
+    if sweep["git_commit"] != now:
+        print(f"{folder} was begun at commit {sweep['git_commit']}, this is {now}", file=sys.stderr)
     return sweep["id"]
 
 

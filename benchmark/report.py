@@ -16,7 +16,7 @@ import learning
 import plots
 import results
 import tables
-from common import PUBLISHED, ROOT
+from common import PUBLISHED, ROOT, refuse
 from tables import machines
 
 SHOWN = re.compile(r"\((?:docs/)?plots/((\w+)-([\w-]+)\.png)\)")
@@ -135,5 +135,4 @@ if __name__ == "__main__":
     try:
         report_folder(Path(sys.argv[1]).absolute()) if sys.argv[1:] else report_published()
     except (results.ResultsError, OSError) as error:
-        print(f"report.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        refuse(str(error))

@@ -6,8 +6,8 @@ Times each twin with --compile along one axis at a time, one run a point, and, w
 requirements/peers.txt, SBX beside it. An agent step has as many gradient steps as by default, but for PPO's batches, where a
 rollout is learnt from as often. Nothing else may run meanwhile; it takes forty minutes on two cores. A width other than the
 script's is that of a copy of it, changed in the section "Networks" (of Atari the layer behind the convolutions, of DQN the
-first). FILE gets a line a point, and started again at the same commit, only those that it lacks are timed. docs/benchmark.md
-shows benchmark/results/scaling.jsonl.
+first). FILE gets a line a point, and started again at the same commit, on the same machine, times those that it lacks.
+docs/benchmark.md shows benchmark/results/scaling.jsonl.
 
 Exit status: 0 all points are timed, 1 some runs failed, 2 a bad argument.
 """
@@ -25,7 +25,7 @@ import results
 import tables
 import tyro
 from common import LEANRL, ROOT, check_interpreter, check_names, lines_of_output
-from job import commit, mebibytes, provenance, summary_of
+from job import mebibytes, provenance, summary_of
 from selection import TASKS
 
 PEERS = ROOT / "benchmark" / "peers.py"
@@ -162,9 +162,8 @@ def main() -> int:
         check_names(name, getattr(args, name), known)
     check_interpreter("peers", args.peers)
     lines = lines_of_output(args.output, results.check_scaling)
-    now, failed = commit(ROOT), False
-    same = now and not now.endswith("-dirty")  # which says nothing of what was changed
-    timed = {name_of(line): line for line in lines if same and line["git_commit"] == now}
+    now, failed = provenance((sys.executable, str(PEERS)), dict(os.environ), None), False
+    timed = {name_of(line): line for line in lines if same_code_and_machine(line, now)}
     by_command: dict[tuple, dict] = {}  # the default sizes are on every axis, and timed once
     for point in points(args):
         key = (point.script, point.mode, tuple(point.arguments.items()), tuple(point.sizes.values()))
@@ -184,6 +183,13 @@ def main() -> int:
             results.replace(args.output, sorted([*others, *timed.values()], key=place), results.check_scaling)
     print(tables.scaling_table(list(timed.values())))
     return int(failed)
+
+
+def same_code_and_machine(line: dict, now: dict) -> bool:
+    """Whether a line would be measured again as it is; a checkout with changes is never the same."""
+    commit = now["git_commit"]
+    known = commit is not None and not commit.endswith("-dirty")
+    return known and line["git_commit"] == commit and tables.machine_of(line) == tables.machine_of(now)
 
 
 def name_of(line: dict) -> tuple[str, str, str, int]:

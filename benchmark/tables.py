@@ -204,8 +204,8 @@ def tricks_table(lines: list[dict]) -> str:
     rows, first = [], {}
     for line in lines:
         base = first.setdefault(line["title"], line["microseconds"])
-        figure, ratio = f"{line['microseconds']:.2f}", f"{line['microseconds'] / base:.2f}" if base > 0.1 else ""
-        rows.append([f"{line['title']}: {line['variant']}", figure, ratio])
+        figures = [f"{line['microseconds']:.2f}", f"{line['microseconds'] / base:.2f}" if base > 0.1 else ""]
+        rows.append([f"{line['title']}: {line['variant']}", *figures])
     return markdown(["", "microseconds a call", "x first"], rows)
 
 
@@ -253,9 +253,8 @@ def agents_table(lines: list[dict]) -> str:
         modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
         speeds = [spread([line["sps"] for line in modes[mode]]) if mode in modes else "" for mode in AGENT_MODES]
         memory = [f"{min(line['memory_mb'] for line in modes[mode]):.0f}" if mode in modes else "" for mode in AGENT_MODES]
-        medians = {mode: statistics.median(line["sps"] for line in runs) for mode, runs in modes.items()}
-        ratio = f"{medians['seeds'] / medians['processes']:.2f}" if medians.keys() >= {"seeds", "processes"} else ""
-        rows.append([f"{script}, {agents}", *speeds, ratio, *memory])
+        beside = ratio(modes["seeds"], modes["processes"]) if modes.keys() >= {"seeds", "processes"} else ""
+        rows.append([f"{script}, {agents}", *speeds, beside, *memory])
     names = AGENT_MODES.values()
     return markdown(["", *(f"{name}, steps/s" for name in names), "x processes", *(f"{name}, MB" for name in names)], rows)
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 from common import lines_of_output
-from job import provenance, threads_told
+from job import provenance
 from tables import tricks_table
 from torch import Tensor, nn, optim
 from torch.func import functional_call, stack_module_state, vmap
@@ -264,7 +264,7 @@ def main() -> None:
     off_policy = [*denormals(), *critics(), *sampling(), *optimizers(), *gradients(), *targets()]
     figures = [*off_policy, *advantages(), *acting(), *convolutions(), *habits()]
     gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else None
-    made_with = provenance((sys.executable, __file__), dict(os.environ), gpu) | {"threads": threads_told(dict(os.environ))}
+    made_with = provenance((sys.executable, __file__), dict(os.environ), gpu)
     lines = [{"format": results.FORMAT, "status": "ok", **figure, **made_with} for figure in figures]
     print(tricks_table(lines))
     if args.output:

@@ -11,8 +11,8 @@ Paper: Mnih et al., "Human-level control through deep reinforcement learning", N
        with --double, van Hasselt et al., "Deep Reinforcement Learning with Double Q-learning", arXiv:1509.06461 (2015).
 Run:   python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --compile --cudagraphs
 Twin:  leanrl/dqn.py, the eager script, which lists the deviations from the paper. Without the two
-       flags this file computes the same up to rounding, with them also but for the random numbers that compiled
-       code draws. Rounding makes single runs part after some hundred gradient steps, as between two processors.
+       flags this file computes the same up to rounding, with them also up to the random numbers that compiled
+       code draws. Rounding alone makes single runs part in time.
 Tags:  every place that differs from the eager script opens with `# [fast k]`; docs/tricks.md has a chapter on each k.
 """
 
@@ -505,7 +505,7 @@ if __name__ == "__main__":
     obs[:] = envs.reset(seed=env_seeds)[0].reshape(obs.shape)
 
     stopping, eval_returns, startup_seconds = [], [], None
-    with closing(envs), closing(logger), suppress(KeyboardInterrupt):
+    with closing(envs), closing(logger), suppress(KeyboardInterrupt, *[BrokenPipeError] * last):  # of a bar that nobody reads
         stop_when_asked(stopping)
         # [fast 1] The policy and the gradient step are a graph each. Measured: 1.30 times the eager steps/s.
         if args.compile:

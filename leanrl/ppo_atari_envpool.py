@@ -114,9 +114,10 @@ def refuse(message: str) -> NoReturn:
 def make_envs(args: Args, step: int = 0, learning: bool = True) -> gym.Env:
     """Build the games, stepped at once by EnvPool; each goes on or anew in the step after a lost life or an end.
 
-    Observations are the last four frames, (4, 84, 84) of uint8; rewards are clipped to their sign, and `info["reward"]` is
-    the game's own. For evaluation, not `learning`, they are not clipped, but lives end as in training, where EnvPool serves.
-    `step`, where training begins, makes a resumed run play other games. Exits with status 2 where the game is unknown.
+    Observations are the last four frames, (4, 84, 84) of uint8; rewards are clipped to their sign, but not for evaluation (not
+    `learning`), and `info["reward"]` is the game's own. A lost life looks like an end, also in evaluation: EnvPool serves the
+    next ball only then. `step`, where training begins, makes a resumed run play other games. Exits with status 2 where there
+    is no such game.
     """
     if envpool.registration.registry.specs.get(args.env_id, ("",))[0] != "envpool.atari":
         refuse(f"--env-id takes an Atari game of EnvPool, such as Breakout-v5, got {args.env_id}")
@@ -557,7 +558,7 @@ if __name__ == "__main__":
     valid = np.ones(num_envs, dtype=bool)
 
     stopping, eval_returns, startup_seconds = [], [], None
-    with closing(envs), closing(logger), suppress(KeyboardInterrupt):
+    with closing(envs), closing(logger), suppress(KeyboardInterrupt, *[BrokenPipeError] * last):  # of a bar that nobody reads
         stop_when_asked(stopping, first="this rollout and what is learnt from it")
         torch.manual_seed(int(np.random.SeedSequence([args.seed, global_step]).generate_state(1)[0]))
         startup_seconds = time.perf_counter() - start_time

@@ -11,8 +11,8 @@ Paper: Schulman et al., "Proximal Policy Optimization Algorithms", arXiv:1707.06
        al., "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog Track (2022).
 Run:   python leanrl/ppo_atari_envpool_torchcompile.py --env-id Breakout-v5 --compile --cudagraphs
 Twin:  leanrl/ppo_atari_envpool.py, the eager script, which lists the deviations from the paper. Without the two
-       flags this file computes the same up to rounding, with them also but for the random numbers that compiled
-       code draws. Rounding makes single runs part after some hundred gradient steps, as between two processors.
+       flags this file computes the same up to rounding, with them also up to the random numbers that compiled
+       code draws. Rounding alone makes single runs part in time.
 Tags:  every place that differs from the eager script opens with `# [fast k]`; docs/tricks.md has a chapter on each k.
 """
 
@@ -119,9 +119,10 @@ def refuse(message: str) -> NoReturn:
 def make_envs(args: Args, step: int = 0, learning: bool = True) -> gym.Env:
     """Build the games, stepped at once by EnvPool; each goes on or anew in the step after a lost life or an end.
 
-    Observations are the last four frames, (4, 84, 84) of uint8; rewards are clipped to their sign, and `info["reward"]` is
-    the game's own. For evaluation, not `learning`, they are not clipped, but lives end as in training, where EnvPool serves.
-    `step`, where training begins, makes a resumed run play other games. Exits with status 2 where the game is unknown.
+    Observations are the last four frames, (4, 84, 84) of uint8; rewards are clipped to their sign, but not for evaluation (not
+    `learning`), and `info["reward"]` is the game's own. A lost life looks like an end, also in evaluation: EnvPool serves the
+    next ball only then. `step`, where training begins, makes a resumed run play other games. Exits with status 2 where there
+    is no such game.
     """
     if envpool.registration.registry.specs.get(args.env_id, ("",))[0] != "envpool.atari":
         refuse(f"--env-id takes an Atari game of EnvPool, such as Breakout-v5, got {args.env_id}")
@@ -617,7 +618,7 @@ if __name__ == "__main__":
     valid = np.ones(num_envs, dtype=bool)
 
     stopping, eval_returns, startup_seconds = [], [], None
-    with closing(envs), closing(logger), suppress(KeyboardInterrupt):
+    with closing(envs), closing(logger), suppress(KeyboardInterrupt, *[BrokenPipeError] * last):  # of a bar that nobody reads
         stop_when_asked(stopping)
         # [fast 1] The policy, the preparation of the batch and the gradient step are a graph each. Measured: 1.11 times eager.
         if args.compile:

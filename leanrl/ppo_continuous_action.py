@@ -595,7 +595,7 @@ if __name__ == "__main__":
     rollout_returns = np.zeros((num_steps, num_envs))
 
     stopping, eval_returns, startup_seconds = [], [], None
-    with closing(envs), closing(logger), suppress(KeyboardInterrupt):
+    with closing(envs), closing(logger), suppress(KeyboardInterrupt, *[BrokenPipeError] * last):  # of a bar that nobody reads
         stop_when_asked(stopping, first="this rollout and what is learnt from it")
         torch.manual_seed(noise_seed)
         startup_seconds = time.perf_counter() - start_time

@@ -10,7 +10,7 @@
 Paper: Schulman et al., "Proximal Policy Optimization Algorithms", arXiv:1707.06347 (2017), with the details of Huang et
        al., "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog Track (2022).
 Run:   python leanrl/ppo_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --compile --cudagraphs
-Twin:  leanrl/ppo_continuous_action.py, eager, lists the deviations from the paper and computes the same up to rounding.
+Twin:  leanrl/ppo_continuous_action.py, the eager script, lists the deviations. Both compute the same, up to rounding.
 Tags:  every place that differs from the eager script opens with `# [fast k]`; docs/tricks.md has a chapter on each k.
 """
 
@@ -640,7 +640,7 @@ if __name__ == "__main__":
     rollout_returns = np.zeros((num_steps, num_envs))
 
     stopping, eval_returns, startup_seconds = [], [], None
-    with closing(envs), closing(logger), suppress(KeyboardInterrupt):
+    with closing(envs), closing(logger), suppress(KeyboardInterrupt, *[BrokenPipeError] * last):  # of a bar that nobody reads
         stop_when_asked(stopping)
         # [fast 1] The policy, the preparation of the batch and the gradient step are a graph each. Measured: 2.23 times eager.
         if args.compile:

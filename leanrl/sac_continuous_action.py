@@ -543,7 +543,7 @@ if __name__ == "__main__":
     obs[:] = envs.reset(seed=env_seeds)[0].reshape(obs.shape)
 
     stopping, eval_returns, startup_seconds = [], [], None
-    with closing(envs), closing(logger), suppress(KeyboardInterrupt):
+    with closing(envs), closing(logger), suppress(KeyboardInterrupt, *[BrokenPipeError] * last):  # of a bar that nobody reads
         stop_when_asked(stopping, first="this step")
         torch.manual_seed(noise_seed)
         startup_seconds = time.perf_counter() - start_time

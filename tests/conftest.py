@@ -170,7 +170,7 @@ def rendering() -> dict[str, str]:
     return variable
 
 
-def commit(folder: Path) -> str:
+def make_commit(folder: Path) -> str:
     """Make a folder a git checkout with one commit of the files in it, and return that."""
 
     def git(*command: str) -> str:

@@ -24,7 +24,7 @@ import selection
 import settings
 import tables
 import torch
-from conftest import ROOT, SHORT, commit, profile, profile_shares
+from conftest import ROOT, SHORT, make_commit, profile, profile_shares
 from torch.autograd import DeviceType
 
 
@@ -73,18 +73,39 @@ def test_machines_are_never_mixed():
     runs = [line("eager", 100), line("compile", 200), line("eager", 400, gpu="A GPU"), line("both", 2000, gpu="A GPU")]
     told = line("compile", 300)
     told["hardware"]["mkl"] = "as on Intel"
-    first, first_machine, second, second_machine, third, third_machine = tables.speed_table([*runs, told]).split("\n\n")
+    fewer = line("compile", 50, threads=1)
+    tables_and_machines = tables.speed_table([*runs, told, fewer]).split("\n\n")
+    first, first_machine, second, second_machine, third, third_machine, fourth, fourth_machine = tables_and_machines
     assert "| sac: LeanRL `--compile` | 200 | 2.00 |" in first
     assert "| sac: LeanRL `--compile --cudagraphs` | 2000 | 5.00 |" in second
     assert "| sac: LeanRL `--compile` | 300 |  |" in third
     assert "A CPU, 2 cores; no GPU" in first_machine
     assert "A GPU" in second_machine
     assert "A CPU, 2 cores, MKL as on Intel; no GPU" in third_machine
+    assert "| sac: LeanRL `--compile` | 50 |  |" in fourth
+    assert "A CPU, 2 cores, OMP_NUM_THREADS=1; no GPU" in fourth_machine
 
 
 def test_gpu_seconds_are_given_per_million_steps():
-    runs = [line("both", 700, gpu="A GPU", gpu_busy_seconds=busy, total_timesteps=10_000) for busy in (4.0, 5.0, 6.0)]
+    runs = [line("both", 700, gpu="A GPU", gpu_busy_seconds=busy, total_timesteps=12_000) for busy in (4.0, 5.0, 6.0)]
+    runs = [run | {"learning_starts": 2_000} for run in runs]  # in which the GPU learns nothing
     assert "| sac: LeanRL `--compile --cudagraphs` | 700 (700-700) |  |  |  | 1.0 | 500 |" in tables.speed_table(runs)
+
+
+def test_a_table_that_there_is_not_is_told():
+    with pytest.raises(results.ResultsError, match="no table of kind sped"):
+        report.render("<!-- table: sped cpu.jsonl -->\n<!-- end -->")
+
+
+@pytest.mark.parametrize(("name", "content"), [("no/folder/results.jsonl", None), ("results.jsonl", "# A page")])
+def test_what_cannot_be_an_output_is_refused_before_anything_is_measured(name, content, tmp_path, capsys):
+    if content:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(SystemExit) as end:
+        common.lines_of_output(tmp_path / name, results.check_scaling)
+    assert end.value.code == 2
+    assert ": error: --output takes a file" in capsys.readouterr().err
+    assert common.lines_of_output(tmp_path / "new.jsonl", results.check_scaling) == []
 
 
 def test_figures_of_several_agents_are_those_of_all():
@@ -274,7 +295,7 @@ def test_a_run_that_ends_with_anything_but_an_object_has_printed_no_summary(prin
 
 def test_what_a_run_is_made_with_is_asked_of_its_own_interpreter(tmp_path):
     (tmp_path / "script.py").touch()
-    head = commit(tmp_path)
+    head = make_commit(tmp_path)
     for package, version in {"envpool": "9.9", "sbx-rl": "0.1"}.items():  # in the environment of the run, and not in this one
         information = tmp_path / "packages" / f"{package.replace('-', '_')}-{version}.dist-info" / "METADATA"
         information.parent.mkdir(parents=True)

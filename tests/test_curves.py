@@ -210,6 +210,15 @@ def test_updates_are_counted_as_they_are(script, envs, tmp_path):
     assert done["updates"] == int((640 - scaling.STARTS - envs) * point.updates_per_step)
 
 
+def test_a_point_is_timed_again_unless_code_and_machine_are_the_same():
+    now = {"git_commit": "abc", "hardware": {"cpu": "A CPU", "cores": 2, "gpu": None}, "threads": None}
+    assert scaling.same_code_and_machine(now, now)
+    for other in ({"git_commit": "abd"}, {"threads": 1}, {"hardware": now["hardware"] | {"mkl": "as on Intel"}}):
+        assert not scaling.same_code_and_machine(now | other, now)
+    for commit in ("abc-dirty", None):
+        assert not scaling.same_code_and_machine(now | {"git_commit": commit}, now | {"git_commit": commit})
+
+
 def test_sbx_gets_the_sizes_of_a_point(tmp_path):
     command = scaling.Measurement("dqn", "sbx", "width", 1024).command(tmp_path, tmp_path / "python")
     assert {"dqn", "--env-id=CartPole-v1", "--width=1024", "--num-envs=1", "--batch-size=128"} <= set(command)
@@ -244,5 +253,7 @@ def test_time_for_which_a_run_stood_still_is_left_out():
     # Episodes that grow take longer, and so do groups of them, without standing still.
     grew = {"step": [10, 20, 30, 40, 500, 5000], "seconds": [1.0, 1.1, 1.2, 1.3, 6.0, 50.0]}
     assert learning.at_work(grew).tolist() == pytest.approx(grew["seconds"])
+    at_once = {"step": [10, 10], "seconds": [1.0, 2.0]}
+    assert learning.at_work(at_once).tolist() == at_once["seconds"]
     together = {"step": [10, 10, 20, 20], "seconds": [1.0, 1.0, 2.0, 2.0]}  # in two environments
     assert learning.at_work(together).tolist() == together["seconds"]

@@ -18,7 +18,7 @@ import record
 import results
 import selection
 import tables
-from conftest import ROOT, SEEDS, commit
+from conftest import ROOT, SEEDS, make_commit
 from job import Job, run_job
 from slurm import SlurmUnavailable, slurm_cluster, wait_until
 
@@ -340,6 +340,7 @@ def test_a_run_that_fails_is_tried_again_and_then_recorded(house, behaviour, rea
     assert done.returncode == 1
     lines = {line["seed"]: line for line in house.lines()}
     assert [(lines[seed]["status"], lines[seed]["attempts"]) for seed in range(3)] == [("ok", 2), ("failed", 2), ("ok", 1)]
+    assert [lines[seed]["cold_start"] for seed in (0, 2)] == [False, False]  # what has died had begun to compile
     assert lines[1]["reason"] == reason
     if behaviour not in ("orphan", "abandoned", "cut off"):
         assert lines[1]["log"] == "a line of the log"
@@ -351,6 +352,7 @@ def test_a_run_that_fails_is_tried_again_and_then_recorded(house, behaviour, rea
     assert house.sweep().returncode == 0  # what failed is tried again
     assert house.done() == [0, 1, 2]
     assert len(house.starts()) == 6
+    assert {line["attempts"] for line in house.lines() if line["seed"] == 1} == {3}  # those of the first call included
 
 
 def test_what_failed_and_is_not_selected_stays(house):
@@ -377,7 +379,7 @@ def test_a_summary_that_makes_no_sense_is_a_failure(house):
 
 def test_what_the_harness_knows_counts_and_not_what_a_summary_says_of_it(house):
     house.tell(1, json.dumps({"versions": {"python": "2.7"}, "hardware": None, "git_commit": 1, "peak_memory_mb": 1.0}))
-    head = commit(house.path)
+    head = make_commit(house.path)
     assert house.sweep(seeds=2).returncode == 0
     for line in house.lines():
         assert line["versions"]["python"] == platform.python_version()
