@@ -113,14 +113,14 @@ def test_agents_compute_what_runs_of_one_compute(name, flags):
 @pytest.mark.parametrize("name", SEEDS)
 def test_an_agent_begins_as_a_run_with_its_seed(name, num_envs):
     """The networks, and all that is seen and done at random, to the bit."""
-    args = ("--learning-starts", "89", "--total-timesteps", "90", "--num-envs", num_envs)
+    args = ("--learning-starts", 89 - num_envs, "--total-timesteps", 90, "--num-envs", num_envs, "--updates-per-step", 0)
     together = run(name, "--env-id", "Reacher-v4", *args, *FOUR)
     assert together["updates"] == 0
     for index, seed in enumerate(FOUR[1:]):
         alone = run(twin_of(name), "--env-id", "Reacher-v4", *args, "--seed", seed)
         began, expected = of_agent(together, index), of_run(alone)
         for computed_ in (began, expected):
-            computed_["buffer"] = computed_["buffer"][: 90 - num_envs]  # without the step that the policy has taken
+            computed_["buffer"] = computed_["buffer"][: 90 - 2 * num_envs]  # without the steps that the policy has taken
         torch.testing.assert_close(began, expected, rtol=0, atol=0)
         assert together["episodes"][index] == alone["episodes"]
         assert together["drawn"][index][1:] == alone["env_seeds"]
