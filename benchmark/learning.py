@@ -107,8 +107,11 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
     header = ["", "steps", "seeds", "mean return [95 % interval]", *([] if short else ["by seed"]), *sources]
     if short:
         return markdown(header, rows)
-    going = [f"{run['algorithm']} {run['env_id']} seed {run['seed']} at {millions(run['total_timesteps'])}" for run in behind]
-    return "\n\n".join([markdown(header, rows), *([f"On their way: {', '.join(going)}."] if going else []), made_with(lines)])
+    going = []
+    for run in behind:
+        name = f"{run['algorithm']} {run['env_id']} seed {run['seed']}"
+        going.append(f"{name} at {millions(run['total_timesteps'])}: {told(run['episodic_return'])}")
+    return "\n\n".join([markdown(header, rows), *([f"On their way: {'; '.join(going)}."] if going else []), made_with(lines)])
 
 
 def ablation_table(lines: list[dict]) -> str:

@@ -48,7 +48,7 @@ def test_returns_stand_beside_the_literature():
     assert table.endswith("\n\nA CPU; torch 2")
     behind = learning.returns_table([*runs[:2], line(3, 1.0, steps=900_000)])
     assert behind.split("\n")[2] == first
-    assert behind.split("\n\n")[1:] == [f"On their way: {TD3} HalfCheetah-v4 seed 3 at 0.90M.", "A CPU; torch 2"]
+    assert behind.split("\n\n")[1:] == [f"On their way: {TD3} HalfCheetah-v4 seed 3 at 0.90M: 1.0.", "A CPU; torch 2"]
     short = learning.returns_table(runs, short=True).split("\n")[2:]
     assert short == [f"| {TD3}, HalfCheetah-v4 | 1.00M | 2 | 9500 [9000, 10000] | 9583 ± 126 |"]
 
