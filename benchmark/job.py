@@ -355,11 +355,7 @@ def run_job(job: Job) -> None:
             gpu_seconds, gpu_utilization = (column.round(2).tolist() for column in gpu_columns)
             curve = episode_curve(runs, [float(line) for line in (runs / "starts.txt").read_text().split()])
             curve |= {"gpu_seconds": gpu_seconds, "gpu_utilization": gpu_utilization}
-            outcome |= {
-                "status": "ok",
-                "cold_start": cold_start,
-                **gpu.totals(training_seconds(summary)),
-            }
+            outcome |= {"status": "ok", "cold_start": cold_start, **gpu.totals(training_seconds(summary))}
             outcome |= {"runs_per_gpu": job.sharing, "resumed": resumed, "summary": summary, "curve": curve}
             for path in checkpoints(runs)[:-1]:  # the last stays; with a replay buffer each has up to hundreds of megabytes
                 path.unlink()
