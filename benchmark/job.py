@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import shutil
 import signal
@@ -132,19 +133,29 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
+def processor(cpuinfo: str) -> str:
+    """The processor by its name in /proc/cpuinfo, or with family and model where that has no number.
+
+    Virtual machines hide which one it is: an "AMD EPYC" may be of any generation.
+    """
+    said = dict(re.findall(r"^(model name|cpu family|model)\s*: (.+)$", cpuinfo, re.MULTILINE))
+    name = said.get("model name") or platform.processor()
+    numbered = re.search(r"\d", name) or not {"cpu family", "model"} <= said.keys()
+    return name if numbered else f"{name} (family {said['cpu family']}, model {said['model']})"
+
+
 def provenance(command: tuple[str, ...], env: dict[str, str], gpu: str | None) -> dict:
     """What a command, an interpreter with a script, is run with: versions, hardware, threads, commit of its checkout."""
     interpreter, script, *_ = command
     folder = Path(script).parent
     options = {"cwd": folder, "env": env, "capture_output": True, "text": True, "check": True}
     answer = subprocess.run([interpreter, "-c", ASK, *PACKAGES], **options).stdout
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
-    cpu = next((line.partition(": ")[2] for line in cpuinfo if line.startswith("model name")), platform.processor())
+    cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     asked = json.loads(answer.splitlines()[-1])
-    mkl = {"mkl": "as on Intel"} if asked["preloaded"] and any("AuthenticAMD" in line for line in cpuinfo) else {}
+    mkl = {"mkl": "as on Intel"} if asked["preloaded"] and "AuthenticAMD" in cpuinfo else {}
     return {
         "versions": asked["versions"],
-        "hardware": {"cpu": cpu, "cores": usable_cores(), "gpu": gpu} | mkl,
+        "hardware": {"cpu": processor(cpuinfo), "cores": usable_cores(), "gpu": gpu} | mkl,
         "git_commit": commit(folder),
         "threads": threads_told(env),
     }
