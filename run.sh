@@ -27,12 +27,27 @@ usage() {
   sed -n '/^#!/d; /^[^#]/q; s/^# \{0,1\}//p' run.sh
 }
 
-# install VENV REQUIREMENTS...: make VENV if there is none, and install unless these very requirements are there already.
+# install VENV REQUIREMENTS...: make VENV if there is none, and install unless these very requirements are there already. Of two
+# first calls at once one waits for the other, where there is flock (macOS has none).
 install() {
   local venv=$1 python=${PYTHON:-python3} wanted
   shift
   wanted=$(cat "$@" | cksum)
-  [ -x "$venv/bin/python" ] && [ "$(cat "$venv/requirements.cksum" 2>/dev/null)" = "$wanted" ] && return
+  is_installed && return
+  exec 9<run.sh
+  if command -v flock >/dev/null && ! flock -n 9; then
+    echo "Waiting for another call that installs into $venv ..." >&2
+    flock 9 || true
+  fi
+  is_installed || install_anew "$@"
+  exec 9<&-
+}
+
+is_installed() {
+  [ -x "$venv/bin/python" ] && [ "$(cat "$venv/requirements.cksum" 2>/dev/null)" = "$wanted" ]
+}
+
+install_anew() {
   echo "Installing into $venv (once) ..." >&2
   if [ ! -x "$venv/bin/python" ]; then
     "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null ||

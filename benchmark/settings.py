@@ -78,6 +78,7 @@ SETTINGS = {
     "GOMP_SPINCOUNT=1000": Setting(env={"GOMP_SPINCOUNT": "1000"}),
     "GOMP_SPINCOUNT=10000": Setting(env={"GOMP_SPINCOUNT": "10000"}),
     "GOMP_SPINCOUNT=100000": Setting(env={"GOMP_SPINCOUNT": "100000"}),
+    "freed memory is kept": Setting(env={"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}),  # glibc's malloc
     "OMP_NUM_THREADS=1": Setting(env={"OMP_NUM_THREADS": "1"}),
 }
 # What a process does: runs the twin, and for each line that it reads so many gradient steps, whose seconds it prints.

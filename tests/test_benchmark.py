@@ -293,6 +293,19 @@ def test_a_run_that_ends_with_anything_but_an_object_has_printed_no_summary(prin
     assert job.judge(0, tmp_path / "stdout.txt") == ("printed no summary", {})
 
 
+@pytest.mark.parametrize(
+    ("cpuinfo", "expected"),
+    {
+        "cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\nstepping\t: 1\n": "AMD EPYC (family 25, model 17)",
+        "cpu family\t: 6\nmodel\t\t: 158\nmodel name\t: Intel(R) Core(TM) i7-8700 CPU\n": "Intel(R) Core(TM) i7-8700 CPU",
+        "processor\t: 0\nmodel name\t: ARM\n": "ARM",
+        "processor\t: 0\nBogoMIPS\t: 50.00\n": platform.processor(),
+    }.items(),
+)
+def test_a_processor_whose_name_says_little_is_told_by_its_family(cpuinfo, expected):
+    assert job.processor(cpuinfo) == expected
+
+
 def test_what_a_run_is_made_with_is_asked_of_its_own_interpreter(tmp_path):
     (tmp_path / "script.py").touch()
     head = make_commit(tmp_path)
@@ -472,6 +485,33 @@ def test_the_door_tells_how_to_use_it():
     ):
         assert told in done.stdout
     assert not done.stdout.startswith("#")
+
+
+# In place of Python: makes environments of itself, takes its time to install, and notes what it was asked for.
+NOTING = """#!/bin/bash
+echo "$@" >>"$NOTES"
+case "$*" in
+  "-m venv "*) mkdir -p "$3/bin" "$3/lib" && cp "$0" "$3/bin/python" ;;
+  "-m pip "*) sleep 1 ;;
+esac
+"""
+
+
+@pytest.mark.skipif(not shutil.which("flock"), reason="needs flock")
+def test_two_first_calls_of_run_sh_install_once(tmp_path):
+    checkout, python = tmp_path / "checkout", tmp_path / "python"
+    checkout.mkdir()
+    shutil.copy(ROOT / "run.sh", checkout)
+    shutil.copytree(ROOT / "requirements", checkout / "requirements")
+    python.write_text(NOTING)
+    python.chmod(0o755)
+    env = os.environ | {"PYTHON": str(python), "NOTES": str(tmp_path / "notes"), "MKL_AS_ON_INTEL": "0"}
+    calls = [subprocess.Popen([checkout / "run.sh", "python", name], env=env, stderr=subprocess.PIPE) for name in ("a", "b")]
+    told = sorted(call.communicate()[1].decode().split(" into")[0] for call in calls)
+    assert told == ["Installing", "Waiting for another call that installs"]
+    notes = (tmp_path / "notes").read_text().splitlines()
+    assert [sum(note.startswith(what) for note in notes) for what in ("-m venv", "-m pip")] == [1, 1]
+    assert {*notes[-2:]} == {"a", "b"}
 
 
 PRODUCT = """
