@@ -47,39 +47,6 @@ def no_dead_graphs():
     gc.collect()
 
 
-@pytest.mark.parametrize("flags", MODES, ids=lambda flags: "".join(flags) or "no flag")
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_twin_on_cuda(script, flags):
-    twin = run(f"{script}_torchcompile", *SHORT[script], *ON_DEVICE.get(script, ()), *flags, cuda=True)
-    assert twin["device"].type == "cuda"
-    assert twin["cudagraphs"] == ("--cudagraphs" in flags)
-    assert twin["updates"] >= 20
-    assert all(torch.isfinite(loss).all() for loss in twin["losses"].values())
-    assert_policy_is_random(twin)
-    assert_no_wait(twin)
-
-
-@pytest.mark.parametrize("flags", MODES, ids=lambda flags: "".join(flags) or "no flag")
-@pytest.mark.parametrize("name", SEEDS)
-def test_agents_on_cuda(name, flags):
-    """They draw the same numbers with each of the flags, and on the CPU."""
-    args = (*REACHER, *TWENTY_UPDATES, "--num-seeds", 3)
-    on_cpu, together = run(name, *args), run(name, *args, *flags, cuda=True)
-    assert together["device"].type == "cuda"
-    assert together["cudagraphs"] == ("--cudagraphs" in flags)
-    assert together["updates"] == 20
-    for tensor, expected in zip(together["tensors"].values(), on_cpu["tensors"].values(), strict=True):
-        torch.testing.assert_close(tensor.detach().cpu(), expected.detach(), rtol=1e-3, atol=1e-3)
-    assert_no_wait(together)
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_eager_on_cuda(script):
-    eager = run(script, *SHORT[script], *ON_DEVICE.get(script, ()), cuda=True)
-    assert_policy_is_random(eager)
-    assert_no_wait(eager)
-
-
 @pytest.mark.parametrize("flags", MODES[1:], ids="".join)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_twin_on_cuda_computes_what_the_eager_script_does(script, flags):
@@ -95,6 +62,43 @@ def test_twin_on_cuda_computes_what_the_eager_script_does(script, flags):
 def test_a_captured_run_goes_on_from_a_checkpoint(script, tmp_path):
     flags = (*ON_DEVICE.get(script, ()), "--compile", "--cudagraphs")
     resume_with_warm_up(script, *flags, cuda=True, directory=tmp_path)
+
+
+@pytest.mark.parametrize("flags", MODES, ids=lambda flags: "".join(flags) or "no flag")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_twin_on_cuda(script, flags):
+    twin = run(f"{script}_torchcompile", *SHORT[script], *ON_DEVICE.get(script, ()), *flags, cuda=True)
+    assert twin["device"].type == "cuda"
+    assert twin["cudagraphs"] == ("--cudagraphs" in flags)
+    assert twin["updates"] >= 20
+    assert all(torch.isfinite(loss).all() for loss in twin["losses"].values())
+    assert_policy_is_random(twin)
+    assert_batches_are_drawn_anew(twin)
+    assert_no_wait(twin)
+
+
+@pytest.mark.parametrize("flags", MODES, ids=lambda flags: "".join(flags) or "no flag")
+@pytest.mark.parametrize("name", SEEDS)
+def test_agents_on_cuda(name, flags, tmp_path):
+    """They go on from a checkpoint with the same random numbers with each of the flags, and on the CPU."""
+    args = (*REACHER, "--learning-starts", 64, "--num-seeds", 3, "--total-timesteps")
+    run(name, *args, 66, "--save-model", directory=tmp_path)  # networks at the start are drawn by the device
+    resume = ("--resume", *sorted(tmp_path.glob("runs/*/66.pt")))
+    on_cpu = run(name, *args, 85, *resume, directory=tmp_path)
+    together = run(name, *args, 85, *resume, *flags, cuda=True, directory=tmp_path)
+    assert together["device"].type == "cuda"
+    assert together["cudagraphs"] == ("--cudagraphs" in flags)
+    assert together["updates"] == on_cpu["updates"] == 20
+    for tensor, expected in zip(together["tensors"].values(), on_cpu["tensors"].values(), strict=True):
+        torch.testing.assert_close(tensor.detach().cpu(), expected.detach(), rtol=1e-3, atol=1e-3)
+    assert_no_wait(together)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_eager_on_cuda(script):
+    eager = run(script, *SHORT[script], *ON_DEVICE.get(script, ()), cuda=True)
+    assert_policy_is_random(eager)
+    assert_no_wait(eager)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -178,6 +182,20 @@ def gradient_steps(run: dict) -> list[tuple]:
     eager = [(True, True)] if run["args"].exp_name.startswith("sac") else [(True,)]
     kinds = run.get("kinds", eager)
     return [kinds[step % len(kinds)] for step in range(10)]
+
+
+def assert_batches_are_drawn_anew(run: dict) -> None:
+    """Off-policy: two gradient steps from the same parameters have other batches, and so other values."""
+    if "rollout" in run:
+        return
+    before = {name: tensor.detach().clone() for name, tensor in run["tensors"].items()}
+    values = []
+    for _ in range(2):
+        run["update"](*gradient_steps(run)[0])
+        values.append(run["losses"]["q_values" if "q_values" in run["losses"] else "qf1_values"].clone())
+        for name, tensor in run["tensors"].items():
+            tensor.detach().copy_(before[name])
+    assert not torch.equal(*values)
 
 
 def assert_no_wait(run: dict) -> None:
