@@ -347,7 +347,7 @@ def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
                 print(f"--{name.replace('_', '-')} {now[name]} {effect}, it was {old[name]}", file=sys.stderr)
         return {"folder": newest.resolve().parent, "progress": checkpoint["progress"], "state": checkpoint["state"]}
     except Exception as error:
-        refuse(f"{flag} takes a checkpoint, {newest} is none: {type(error).__name__}")
+        refuse(f"{flag} takes a checkpoint, {newest} is or has none (--save-model writes one): {type(error).__name__}")
 
 
 def restore(tensors: dict[str, Tensor], state: dict[str, Tensor]) -> None:
@@ -415,7 +415,7 @@ if __name__ == "__main__":
     target_network.requires_grad_(False).load_state_dict(q_network.state_dict())
     params, target_params = list(q_network.parameters()), list(target_network.parameters())
     optimizer = optim.Adam(params, lr=args.learning_rate, fused=True)
-    tensors = adam_tensors("q_network", dict(q_network.named_parameters()), optimizer)
+    tensors = adam_tensors("q_network", dict(q_network.named_parameters()), optimizer)  # what checkpoints hold: add yours
     tensors |= {f"target_network.params.{key}": tensor for key, tensor in target_network.named_parameters()}
     losses: dict[str, Tensor] = {}
 
@@ -446,7 +446,8 @@ if __name__ == "__main__":
         """One gradient step and, if asked for, one of the target network."""
         update_network()
         if with_target:
-            torch._foreach_lerp_(target_params, params, tau)
+            with torch.no_grad():
+                torch._foreach_lerp_(target_params, params, tau)
 
     def best_action(obs: np.ndarray) -> int:
         """The action of the highest value at an observation, as an environment takes it."""

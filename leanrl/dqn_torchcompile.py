@@ -379,7 +379,7 @@ def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
                 print(f"--{name.replace('_', '-')} {now[name]} {effect}, it was {old[name]}", file=sys.stderr)
         return {"folder": newest.resolve().parent, "progress": checkpoint["progress"], "state": checkpoint["state"]}
     except Exception as error:
-        refuse(f"{flag} takes a checkpoint, {newest} is none: {type(error).__name__}")
+        refuse(f"{flag} takes a checkpoint, {newest} is or has none (--save-model writes one): {type(error).__name__}")
 
 
 def restore(tensors: dict[str, Tensor], state: dict[str, Tensor]) -> None:
@@ -450,9 +450,9 @@ if __name__ == "__main__":
     target_network.requires_grad_(False).load_state_dict(q_network.state_dict())
     params, target_params = list(q_network.parameters()), list(target_network.parameters())
     optimizer = optim.Adam(params, lr=args.learning_rate, fused=True)
-    tensors = adam_tensors("q_network", dict(q_network.named_parameters()), optimizer)
+    tensors = adam_tensors("q_network", dict(q_network.named_parameters()), optimizer)  # what checkpoints hold: add yours
     tensors |= {f"target_network.params.{key}": tensor for key, tensor in target_network.named_parameters()}
-    # [fast 2] From here on a network is one tensor, moved in place by adam_step; of the optimizer only moments are used.
+    # [fast 2] From here on a network is one tensor that adam_step moves; of the optimizer only moments count, not lr, betas.
     networks = {"q_network": q_network, "target_network": target_network}
     q_network, target_network = (Flat(name, network, tensors) for name, network in networks.items())
     # [fast 3] The losses of the last step have a place, too: what a captured function returns is cloned at each call.

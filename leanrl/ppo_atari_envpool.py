@@ -432,7 +432,7 @@ def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
                 print(f"--{name.replace('_', '-')} {now[name]} {effect}, it was {old[name]}", file=sys.stderr)
         return {"folder": newest.resolve().parent, "progress": checkpoint["progress"], "state": checkpoint["state"]}
     except Exception as error:
-        refuse(f"{flag} takes a checkpoint, {newest} is none: {type(error).__name__}")
+        refuse(f"{flag} takes a checkpoint, {newest} is or has none (--save-model writes one): {type(error).__name__}")
 
 
 def restore(tensors: dict[str, Tensor], state: dict[str, Tensor]) -> None:
@@ -489,7 +489,7 @@ if __name__ == "__main__":
 
     agent = Agent(num_actions, device)
     optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    tensors = adam_tensors("agent", dict(agent.named_parameters()), optimizer)
+    tensors = adam_tensors("agent", dict(agent.named_parameters()), optimizer)  # what checkpoints hold: add yours
     losses: dict[str, Tensor] = {}
 
     gamma, gae_lambda, norm_adv, clip_coef = args.gamma, args.gae_lambda, args.norm_adv, args.clip_coef

@@ -485,7 +485,7 @@ def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
                 print(f"--{name.replace('_', '-')} {now[name]} {effect}, it was {old[name]}", file=sys.stderr)
         return {"folder": newest.resolve().parent, "progress": checkpoint["progress"], "state": checkpoint["state"]}
     except Exception as error:
-        refuse(f"{flag} takes a checkpoint, {newest} is none: {type(error).__name__}")
+        refuse(f"{flag} takes a checkpoint, {newest} is or has none (--save-model writes one): {type(error).__name__}")
 
 
 def restore(tensors: dict[str, Tensor], state: dict[str, Tensor]) -> None:
@@ -545,8 +545,8 @@ if __name__ == "__main__":
 
     agent = Agent(num_actions, device)
     optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    tensors = adam_tensors("agent", dict(agent.named_parameters()), optimizer)
-    # [fast 2] The parameters are one tensor, too, moved in place by adam_step; of the optimizer only the moments are used.
+    tensors = adam_tensors("agent", dict(agent.named_parameters()), optimizer)  # what checkpoints hold: add yours
+    # [fast 2] The parameters are one tensor, too, that adam_step moves; of the optimizer only moments count, not lr, eps.
     flat_agent = Flat("agent", agent, tensors)
     annealed_lr = torch.tensor(args.learning_rate, device=device)
     # [fast 3] The losses of the last step have a place, too: what a captured function returns is cloned at each call.

@@ -555,7 +555,7 @@ def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
                 print(f"--{name.replace('_', '-')} {now[name]} {effect}, it was {old[name]}", file=sys.stderr)
         return {"folder": newest.resolve().parent, "progress": checkpoint["progress"], "state": checkpoint["state"]}
     except Exception as error:
-        refuse(f"{flag} takes a checkpoint, {newest} is none: {type(error).__name__}")
+        refuse(f"{flag} takes a checkpoint, {newest} is or has none (--save-model writes one): {type(error).__name__}")
 
 
 def restore(tensors: dict[str, Tensor], state: dict[str, Tensor]) -> None:
@@ -645,11 +645,11 @@ if __name__ == "__main__":
     critic_optimizer = optim.Adam(critic_params, lr=args.q_lr, fused=True)
     actor_optimizer = optim.Adam(actor_params, lr=args.policy_lr, fused=True)
     alpha_optimizer = optim.Adam([log_alpha.requires_grad_()], lr=args.q_lr, fused=True)
-    tensors = adam_tensors("actor", dict(actor.named_parameters()), actor_optimizer)
+    tensors = adam_tensors("actor", dict(actor.named_parameters()), actor_optimizer)  # what checkpoints hold: add yours
     tensors |= adam_tensors("critic", dict(critic.named_parameters()), critic_optimizer)
     tensors |= adam_tensors("alpha", {"log_alpha": log_alpha}, alpha_optimizer)
     tensors |= {f"critic_target.params.{key}": tensor for key, tensor in critic_target.named_parameters()}
-    # [fast 2] From here on a network is one tensor, moved in place by adam_step; of the optimizers only moments are used.
+    # [fast 2] From here on a network is one tensor that adam_step moves; of the optimizers only moments count, not lr, betas.
     networks = {"actor": actor, "critic": critic, "critic_target": critic_target}
     actor, critic, critic_target = (Flat(name, network, tensors) for name, network in networks.items())
     alpha_state = {kind: tensors[f"alpha.{kind}.log_alpha"] for kind in ("params", "exp_avg", "exp_avg_sq", "step")}

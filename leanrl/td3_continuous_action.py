@@ -376,7 +376,7 @@ def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
                 print(f"--{name.replace('_', '-')} {now[name]} {effect}, it was {old[name]}", file=sys.stderr)
         return {"folder": newest.resolve().parent, "progress": checkpoint["progress"], "state": checkpoint["state"]}
     except Exception as error:
-        refuse(f"{flag} takes a checkpoint, {newest} is none: {type(error).__name__}")
+        refuse(f"{flag} takes a checkpoint, {newest} is or has none (--save-model writes one): {type(error).__name__}")
 
 
 def restore(tensors: dict[str, Tensor], state: dict[str, Tensor]) -> None:
@@ -446,7 +446,7 @@ if __name__ == "__main__":
     target_params = [*actor_target.parameters(), *critic_target.parameters()]
     critic_optimizer = optim.Adam(critic_params, lr=args.learning_rate, fused=True)
     actor_optimizer = optim.Adam(actor_params, lr=args.learning_rate, fused=True)
-    tensors = adam_tensors("actor", dict(actor.named_parameters()), actor_optimizer)
+    tensors = adam_tensors("actor", dict(actor.named_parameters()), actor_optimizer)  # what checkpoints hold: add yours
     tensors |= adam_tensors("critic", dict(critic.named_parameters()), critic_optimizer)
     for name, module in {"actor_target": actor_target, "critic_target": critic_target}.items():
         tensors |= {f"{name}.params.{key}": tensor for key, tensor in module.named_parameters()}
@@ -487,7 +487,8 @@ if __name__ == "__main__":
         policy_loss.backward(inputs=actor_params)
         actor_optimizer.step()
         losses["actor_loss"] = policy_loss.detach()
-        torch._foreach_lerp_(target_params, actor_params + critic_params, tau)
+        with torch.no_grad():
+            torch._foreach_lerp_(target_params, actor_params + critic_params, tau)
 
     def update(with_actor: bool) -> None:
         """One gradient step on a new batch."""

@@ -409,7 +409,7 @@ def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
                 print(f"--{name.replace('_', '-')} {now[name]} {effect}, it was {old[name]}", file=sys.stderr)
         return {"folder": newest.resolve().parent, "progress": checkpoint["progress"], "state": checkpoint["state"]}
     except Exception as error:
-        refuse(f"{flag} takes a checkpoint, {newest} is none: {type(error).__name__}")
+        refuse(f"{flag} takes a checkpoint, {newest} is or has none (--save-model writes one): {type(error).__name__}")
 
 
 def restore(tensors: dict[str, Tensor], state: dict[str, Tensor]) -> None:
@@ -482,11 +482,11 @@ if __name__ == "__main__":
     target_params = [*actor_target.parameters(), *critic_target.parameters()]
     critic_optimizer = optim.Adam(critic_params, lr=args.learning_rate, fused=True)
     actor_optimizer = optim.Adam(actor_params, lr=args.learning_rate, fused=True)
-    tensors = adam_tensors("actor", dict(actor.named_parameters()), actor_optimizer)
+    tensors = adam_tensors("actor", dict(actor.named_parameters()), actor_optimizer)  # what checkpoints hold: add yours
     tensors |= adam_tensors("critic", dict(critic.named_parameters()), critic_optimizer)
     for name, module in {"actor_target": actor_target, "critic_target": critic_target}.items():
         tensors |= {f"{name}.params.{key}": tensor for key, tensor in module.named_parameters()}
-    # [fast 2] From here on a network is one tensor, moved in place by adam_step; of the optimizers only moments are used.
+    # [fast 2] From here on a network is one tensor that adam_step moves; of the optimizers only moments count, not lr, betas.
     networks = {"actor": actor, "critic": critic, "actor_target": actor_target, "critic_target": critic_target}
     actor, critic, actor_target, critic_target = (Flat(name, network, tensors) for name, network in networks.items())
     # [fast 3] The losses of the last step have a place, too: what a captured function returns is cloned at each call.

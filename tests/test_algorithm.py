@@ -295,8 +295,11 @@ def test_numpy_policy_is_the_actor(script):
     for layer in actor[::2]:
         nn.init.normal_(layer.bias)
     obs = torch.randn(7, 5)
-    actions = script["numpy_policy"]([parameter.detach().numpy() for parameter in actor.parameters()], obs.numpy())
+    layers = [(type(layer), [parameter.detach().numpy() for parameter in layer.parameters()]) for layer in actor]
+    actions = script["numpy_policy"](layers, obs.numpy())
     torch.testing.assert_close(torch.from_numpy(actions), actor(obs).detach())
+    with pytest.raises(KeyError, match="ReLU"):  # and not the actions of another actor
+        script["numpy_policy"]([*layers, (nn.ReLU, [])], obs.numpy())
 
 
 @each_script("categorical_log_prob")

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch._inductor.config
 from conftest import ACTOR_CRITIC, DISCRETE, EACH_STEP, OFF_POLICY, ROOT, SCRIPTS, SEEDS, assert_same_numbers, play, run
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 SECTIONS = ["Arguments", "Environment", "Networks", "Algorithm", "Logging", "Checkpoint"]
 FILES = [f"{script}{suffix}" for script in SCRIPTS for suffix in ("", "_torchcompile")]
@@ -195,6 +197,13 @@ def test_the_instruction_set_is_the_one_that_inductor_finds_by_trying():
     assert found[0] == found[1] != ""
 
 
+def assert_keeps_no_history(result: dict) -> None:
+    """No tensor of a run holds more than what it was computed from: with what came before, memory would grow without end."""
+    kept = [[*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else value for value in result.values()]
+    nodes = [leaf.grad_fn for leaf in tree_leaves(kept) if isinstance(leaf, Tensor) and leaf.grad_fn]
+    assert {before.name() for node in nodes for before, _ in node.next_functions} <= {"torch::autograd::AccumulateGrad"}
+
+
 def run_all(train: Callable[..., dict], script: str, *args, atol: float) -> tuple[dict, dict, int]:
     """Run a script, its twin and its compiled twin, and check that they compute the same.
 
@@ -210,6 +219,8 @@ def run_all(train: Callable[..., dict], script: str, *args, atol: float) -> tupl
     # A graph that autograd would have to go back through is not kept by the cache before it has, which no gradient step does.
     kept = counters["aot_autograd"]["autograd_cache_saved"] + counters["aot_autograd"]["autograd_cache_hit"]
     assert kept == counters["stats"]["unique_graphs"]
+    for result in (eager, compiled):
+        assert_keeps_no_history(result)
     return eager, compiled, kept
 
 
