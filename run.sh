@@ -34,7 +34,7 @@ install() {
   shift
   wanted=$(cat "$@" | cksum)
   is_installed && return
-  exec 9<run.sh
+  exec 9>>run.sh  # NFS locks only what is open for writing
   if command -v flock >/dev/null && ! flock -n 9; then
     echo "Waiting for another call that installs into $venv ..." >&2
     flock 9 || true
