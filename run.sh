@@ -27,8 +27,8 @@ usage() {
   sed -n '/^#!/d; /^[^#]/q; s/^# \{0,1\}//p' run.sh
 }
 
-# install VENV REQUIREMENTS...: make VENV if there is none, and install unless these very requirements are there already. Of two
-# first calls at once one waits for the other, where there is flock (macOS has none).
+# install VENV REQUIREMENTS...: make VENV if there is none, and install unless these very requirements are there already. Of
+# two first calls at once one waits for the other, where there is flock (macOS has none).
 install() {
   local venv=$1 python=${PYTHON:-python3} wanted
   shift
@@ -36,7 +36,7 @@ install() {
   is_installed && return
   exec 9>>run.sh  # NFS locks only what is open for writing
   if command -v flock >/dev/null && ! flock -n 9; then
-    echo "Waiting for another call that installs into $venv ..." >&2
+    echo "Waiting for another call that installs ..." >&2
     flock 9 || true
   fi
   is_installed || install_anew "$@"

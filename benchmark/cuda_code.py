@@ -172,7 +172,7 @@ def graphs_of(script: str, *arguments: str) -> list[Graph]:
         patch.object(sys, "argv", [str(path), "--compile", "--no-cuda", *arguments]),
         patch("torch.compile", recording_compile(graphs, torch.compile)),
         patch("signal.signal"),  # Ctrl+C is for this program
-        torch._functorch.config.patch(enable_autograd_cache=False),  # what a run has left there would not be compiled
+        torch._functorch.config.patch(enable_autograd_cache=False),  # else what a run has left there would not be recorded
     ):
         try:
             exec(up_to_the_loop(path), vars(module))

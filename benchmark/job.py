@@ -134,13 +134,13 @@ def usable_cores() -> int:
 
 
 def processor(cpuinfo: str) -> str:
-    """The processor by its name in /proc/cpuinfo, or with family and model where that has no number.
+    """The processor by its name in /proc/cpuinfo, or with family and model where that has no number (but of GHz).
 
     Virtual machines hide which one it is: an "AMD EPYC" may be of any generation.
     """
     said = dict(re.findall(r"^(model name|cpu family|model)\s*: (.+)$", cpuinfo, re.MULTILINE))
     name = said.get("model name") or platform.processor()
-    numbered = re.search(r"\d", name) or not {"cpu family", "model"} <= said.keys()
+    numbered = re.search(r"\d", name.partition("@")[0]) or not {"cpu family", "model"} <= said.keys()
     return name if numbered else f"{name} (family {said['cpu family']}, model {said['model']})"
 
 

@@ -268,6 +268,9 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path, capfd):
         assert all(re.fullmatch(what, one) for one in told)
         return line.removeprefix(f"{script}.py: error: ")
 
+    def none_of(path: Path) -> str:
+        return f"checkpoint or a folder with one (--save-model), {path} is neither: "
+
     takes = "--resume takes a checkpoint"
     other = tmp_path / "other.pt"
     assert refusal("sac_continuous_action", "--resume", path, "--env-id", "envs:Scripted-v0").startswith(
@@ -295,21 +298,17 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path, capfd):
     parts = [{key: value for key, value in good.items() if key != part} for part in good]
     for broken in (*parts, good | {"identity": {"format": 2}}, list(good)):
         torch.save(broken, other)
-        assert refusal(name, "--resume", other, *arguments[1:]).startswith(f"{takes}, {other} is or has none")
+        assert refusal(name, "--resume", other, *arguments[1:]).startswith(f"--resume takes a {none_of(other)}")
     assert "exclude each other" in refusal(name, "--resume", path, "--evaluate", path, *arguments[1:])
     for content in (path.read_bytes()[:-1000], b"", b"no checkpoint", pickle.dumps(Executed(tmp_path / "executed"))):
         other.write_bytes(content)
-        assert refusal(name, "--resume", other, *arguments[1:]).startswith(f"{takes}, {other} is or has none")
+        assert refusal(name, "--resume", other, *arguments[1:]).startswith(f"--resume takes a {none_of(other)}")
     torch.save(Executed(tmp_path / "executed"), other)
-    assert refusal(name, "--evaluate", other, *arguments[1:]).startswith(
-        f"--evaluate takes a checkpoint, {other} is or has none"
-    )
+    assert refusal(name, "--evaluate", other, *arguments[1:]).startswith(f"--evaluate takes a {none_of(other)}")
     assert not (tmp_path / "executed").exists()
     assert refusal(name, "--resume", tmp_path / "nowhere", *arguments[1:]).startswith(takes)
-    (tmp_path / "empty").mkdir()
-    assert refusal(name, "--resume", tmp_path / "empty", *arguments[1:]).startswith(
-        f"{takes}, {tmp_path / 'empty'} is or has none"
-    )
+    (empty := tmp_path / "empty").mkdir()
+    assert refusal(name, "--resume", empty, *arguments[1:]).startswith(f"--resume takes a {none_of(empty)}")
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, capfd):
