@@ -28,6 +28,7 @@ import pynvml
 
 GROUPS = 100  # points of a curve, at most
 SAMPLE_SECONDS = 0.5
+SAVE_SECONDS = 10  # a run that is stopped has so long for a last checkpoint; the sweep waits for 20, Slurm kills after 30
 PACKAGES = ("torch", "tensordict", "gymnasium", "mujoco", "envpool", "stable-baselines3", "sbx-rl", "jax")
 # For the interpreter that runs the command, which need not be this one: it leaves out the packages that it does not have. Is
 # the function of run.sh there, by which MKL takes the processor for Intel's?
@@ -299,6 +300,15 @@ def watch(process: subprocess.Popen, job: Job, gpu: GpuSampler) -> str | None:
     return None
 
 
+def let_save(process: subprocess.Popen, job: Job) -> None:
+    """Have a run that writes checkpoints end with one, if it does so within SAVE_SECONDS."""
+    if job.resumable:
+        if job.owner:  # Slurm tells every process of a job by itself, and a second signal would end the run without one
+            process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(SAVE_SECONDS)
+
+
 def judge(code: int, stdout: Path) -> tuple[str | None, dict]:
     """Why a run that ended with this status failed, None if it did not, and its summary."""
     summary = summary_of(stdout)
@@ -351,7 +361,10 @@ def run_job(job: Job) -> None:
         try:
             reason = watch(process, job, gpu)
         except OrphanedError:
-            return
+            return let_save(process, job)
+        except KeyboardInterrupt:
+            let_save(process, job)
+            raise
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its helpers, too, if it left any

@@ -42,6 +42,9 @@ if todo and not todo.endswith("!"):
 print("a line of the log", file=sys.stderr)
 if todo.startswith("hang"):
     time.sleep(1000)
+asked = []
+if todo.startswith("save"):
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(3) if asked else asked.append(number))
 if todo.startswith("wait"):
     while (here / "hold").exists():
         time.sleep(0.05)
@@ -77,10 +80,13 @@ for step, value in list(enumerate([*(step / 2 for step in range(1, 251)), float(
         with (here / "steps.txt").open("a") as steps:
             steps.write(f"{step}\\n")
         time.sleep(0.02)
-        if step % every == 0:
+        if step % every == 0 or asked:
             writer.flush()
             zipfile.ZipFile(Path(folder, "new"), "w").close()
             Path(folder, "new").rename(Path(folder, f"{step}.pt"))
+        if asked:
+            time.sleep(0.5)
+            sys.exit(143)
 writer.close()
 ballast = b"1" * 2**27
 summary = {"script": Path(__file__).stem, "env_id": options["env-id"], "seed": seed, "total_timesteps": 250}
@@ -248,6 +254,23 @@ def test_after_kill_9_runs_go_on_from_their_checkpoints(house):
     assert_nothing_is_missing_or_twice(results.read(house.folder / "curves.jsonl", results.check_curve)[0])
     assert [path.name for path in house.folder.rglob("*.pt")] == ["250.pt"]
     assert f"| {line['algorithm']}" not in done.stdout  # the table of speeds leaves it out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_runs_that_end_in_order_lose_nothing_when_their_sweep_is_stopped(house, number):
+    notes = house.leanrl / "steps.txt"
+    house.tell(0, "save!")
+    sweep = house.start("--checkpoint-every", "100", seeds=1)
+    assert wait_until(lambda: notes.exists() and len(notes.read_text().split()) > 25)
+    sweep.send_signal(number)
+    sweep.communicate(timeout=30)
+    assert wait_until(lambda: not house.stand_ins())
+    stopped = int(notes.read_text().split()[-1])
+    assert 25 < stopped < 100
+    done = house.sweep("--checkpoint-every", "100", seeds=1)
+    assert done.returncode == 0, done.stderr
+    assert list(map(int, notes.read_text().split())) == list(range(1, 252))
+    assert [line["resumed"] for line in house.lines()] == [stopped]
 
 
 def test_a_job_that_slurm_puts_back_into_its_queue_goes_on_from_its_checkpoint(house):
@@ -687,16 +710,18 @@ def test_a_run_that_slurm_requeues_goes_on_from_its_checkpoint(house, cluster):
 
 @on_slurm
 def test_ctrl_c_cancels_the_jobs_on_slurm(house, cluster):
-    house.tell(0, "hang")
-    environment = os.environ | cluster
-    sweep = house.start("--cluster", "slurm", "--cores-per-job", "1", seeds=1, env=environment)
-    house.wait_for_starts(1)
+    house.tell(0, "save!")
+    environment, notes = os.environ | cluster, house.leanrl / "steps.txt"
+    options = ("--cluster", "slurm", "--cores-per-job", "1", "--checkpoint-every", "200")
+    sweep = house.start(*options, seeds=1, env=environment)
+    assert wait_until(lambda: notes.exists() and len(notes.read_text().split()) > 25)
     sweep.send_signal(signal.SIGINT)
     assert sweep.wait(60) == 130
     squeue = ["squeue", "--noheader"]
     # A cancelled job is in the queue until its node has cleaned up after it.
     assert wait_until(lambda: not subprocess.run(squeue, env=environment, capture_output=True, check=True).stdout)
     assert not house.stand_ins()
+    assert [path.stem for path in house.folder.rglob("*.pt")] == notes.read_text().split()[-1:]
 
 
 @pytest.mark.parametrize(
