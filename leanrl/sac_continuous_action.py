@@ -243,7 +243,7 @@ class Logger:
 
     def __init__(self, args: Args, folder: Path | None, step: int, episodes: list, trains: bool):
         self.args, self.episodes, self.logged, self.saved_step, self.sps = args, episodes, len(episodes), step, None
-        self.returns, self.lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=np.int64)
+        self.returns, self.lengths, self.stopping = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=np.int64), []
         name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         try:
             Path("runs").mkdir(exist_ok=True)
@@ -298,9 +298,9 @@ class Logger:
         self.bar.set_postfix_str(f"SPS {self.sps:.0f}{recent}", refresh=False)
         try:
             self.bar.update(step - self.bar.n)
-        except OSError:  # nobody reads it any more
+        except OSError as error:
             self.bar.disable, sys.stderr = True, open(os.devnull, "w")
-            signal.raise_signal(signal.SIGTERM)
+            self.stopping += [13] * isinstance(error, BrokenPipeError)  # SIGPIPE; a full disk ends the bar only
 
     def close(self) -> None:
         """End the logs."""
@@ -329,7 +329,7 @@ def stop_when_asked(asked: list[int], first: str | None = None) -> None:
 
     def note(number: int, _) -> None:
         asked.append(number)
-        if first is None or len(asked) > 1:
+        if first is None or asked.count(number) > 1:
             raise KeyboardInterrupt
         with suppress(OSError):
             os.write(2, f"\nending after {first}; once more to end at once\n".encode())
@@ -371,7 +371,7 @@ def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[st
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             new.unlink(missing_ok=True)
-        print(f"{Path(__file__).name}: warning: no checkpoint {path}: {error}".splitlines()[0], file=sys.stderr)
+            print(f"{Path(__file__).name}: warning: no checkpoint {path}: {error}".splitlines()[0], file=sys.stderr)
 
 
 def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
@@ -543,7 +543,7 @@ if __name__ == "__main__":
     envs.action_space.seed(noise_seed)
     obs[:] = envs.reset(seed=env_seeds)[0].reshape(obs.shape)
 
-    stopping, eval_returns, startup_seconds = [], [], None
+    stopping, eval_returns, startup_seconds = logger.stopping, [], None
     with closing(envs), closing(logger), suppress(KeyboardInterrupt, *[BrokenPipeError] * last):  # of a bar that nobody reads
         stop_when_asked(stopping, first="this step")
         torch.manual_seed(noise_seed)

@@ -308,7 +308,7 @@ class Logger:
 
     def __init__(self, args: Args, folder: Path | None, step: int, episodes: list, trains: bool):
         self.args, self.episodes, self.logged, self.saved_step, self.sps = args, episodes, len(episodes), step, None
-        self.returns, self.lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=np.int64)
+        self.returns, self.lengths, self.stopping = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=np.int64), []
         name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         try:
             Path("runs").mkdir(exist_ok=True)
@@ -363,9 +363,9 @@ class Logger:
         self.bar.set_postfix_str(f"SPS {self.sps:.0f}{recent}", refresh=False)
         try:
             self.bar.update(step - self.bar.n)
-        except OSError:  # nobody reads it any more
+        except OSError as error:
             self.bar.disable, sys.stderr = True, open(os.devnull, "w")
-            signal.raise_signal(signal.SIGTERM)
+            self.stopping += [13] * isinstance(error, BrokenPipeError)  # SIGPIPE; a full disk ends the bar only
 
     def close(self) -> None:
         """End the logs."""
@@ -396,7 +396,7 @@ class Loggers:
     def __init__(self, args: Args, each: list[Args], folders: list, step: int, episodes: list[list], trains: bool):
         given = zip(each, folders, episodes, strict=True)
         self.args, self.each = args, [Logger(own, folder, step, ended, trains) for own, folder, ended in given]
-        self.folder, self.sps, self.lost = self.each[0].folder, None, []
+        self.folder, self.sps, self.lost, self.stopping = self.each[0].folder, None, [], []
         self.bar = tqdm(total=args.total_timesteps, initial=step, unit="step", dynamic_ncols=True, disable=not trains)
 
     def call(self, function: Callable[[int, Logger], None]) -> None:
@@ -421,14 +421,14 @@ class Loggers:
         for logger in self.each:
             logger.start = self.start
         self.call(lambda index, logger: logger.log(step, dict(zip(metrics, values[index], strict=True))))
-        self.sps = len(self.each) * max(logger.sps or 0 for logger in self.each)
+        self.sps = len(self.each) * (step - self.start[0]) / (time.perf_counter() - self.start[1])
         returns = [value for logger in self.each for _, value, _ in logger.episodes[-10:]]
         self.bar.set_postfix_str(f"SPS {self.sps:.0f}{f', return {np.mean(returns):.1f}' if returns else ''}", refresh=False)
         try:
             self.bar.update(step - self.bar.n)
-        except OSError:  # nobody reads it any more
+        except OSError as error:
             self.bar.disable, sys.stderr = True, open(os.devnull, "w")
-            signal.raise_signal(signal.SIGTERM)
+            self.stopping += [13] * isinstance(error, BrokenPipeError)  # SIGPIPE; a full disk ends the bar only
 
     def close(self) -> None:
         """End all logs."""
@@ -451,7 +451,7 @@ def stop_when_asked(asked: list[int], first: str | None = None) -> None:
 
     def note(number: int, _) -> None:
         asked.append(number)
-        if first is None or len(asked) > 1:
+        if first is None or asked.count(number) > 1:
             raise KeyboardInterrupt
         with suppress(OSError):
             os.write(2, f"\nending after {first}; once more to end at once\n".encode())
@@ -493,7 +493,7 @@ def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[st
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             new.unlink(missing_ok=True)
-        print(f"{Path(__file__).name}: warning: no checkpoint {path}: {error}".splitlines()[0], file=sys.stderr)
+            print(f"{Path(__file__).name}: warning: no checkpoint {path}: {error}".splitlines()[0], file=sys.stderr)
 
 
 # [seeds 5]
@@ -592,14 +592,15 @@ if __name__ == "__main__":
         refuse(f"--resume takes checkpoints of one step, got those of {', '.join(str(step) for step, *_ in progress)}")
     # Stepped in turn, each reset in the step that ends its episode. copy=False: an observation is copied once, into the row.
     env_fns = [partial(make_env, args, args.capture_video and index == 0) for index in range(num_agents * args.num_envs)]
-    # [seeds 4] Workers leave Ctrl+C and SIGHUP to this process. They are ended without the answer to a step that it broke off.
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT))}
-    for number in handlers:
+    # [seeds 4] Workers leave signals to this process, which kills them without the answer to a step that it broke off.
+    kept = {key: signal.getsignal(key) for key in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGINT))}
+    for number in kept:
         signal.signal(number, signal.SIG_IGN)
     make_envs = gym.vector.AsyncVectorEnv if args.env_workers else SyncVectorEnv
     envs = make_envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
-    envs.close = partial(envs.close, terminate=args.env_workers)
-    for number, handler in handlers.items():
+    if args.env_workers:
+        envs.close = lambda **_: [process.kill() for process in envs.processes]
+    for number, handler in kept.items():
         signal.signal(number, handler)
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(envs.single_action_space.shape)
     bounds = np.stack([envs.single_action_space.low.ravel(), envs.single_action_space.high.ravel()])
@@ -712,7 +713,7 @@ if __name__ == "__main__":
     action_space.seed(noise_seeds)
     obs[:] = envs.reset(seed=env_seeds)[0].reshape(obs.shape)
 
-    stopping, eval_returns, startup_seconds = [], [], None
+    stopping, eval_returns, startup_seconds = logger.stopping, [], None
     with closing(envs), closing(logger), suppress(KeyboardInterrupt, *[BrokenPipeError] * last):  # of a bar that nobody reads
         stop_when_asked(stopping)
         # [fast 1] The policy and the two halves of a gradient step are a graph each.

@@ -1,5 +1,7 @@
 """Checkpoints hold all that a run needs to go on, in the eager script and in the twin, and survive what happens to runs."""
 
+import errno
+import io
 import json
 import pickle
 import random
@@ -7,9 +9,11 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import gymnasium as gym
 import numpy as np
@@ -230,14 +234,36 @@ def test_a_run_at_work_under_nohup_goes_on_and_keeps_others_out_of_its_folder(tm
 
 
 @pytest.mark.parametrize("name", ["td3_continuous_action", "ppo_continuous_action"])
-def test_a_run_whose_errors_nobody_reads_any_more_saves_and_ends(name, tmp_path):
+@pytest.mark.parametrize(("number", "status"), [(None, 141), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_whose_errors_nobody_reads_any_more_saves_and_ends(name, number, status, tmp_path):
     process = start(name, tmp_path, *QUICK[name], "--save-model")
     told = process.stderr.read(100)  # as in `2>&1 | head -c 100`
+    if number:  # as in `2>&1 | tee log`, which hears the signal, too
+        process.send_signal(number)
     process.stderr.close()
     output = process.stdout.read()
-    assert process.wait(timeout=60) == 143
+    assert process.wait(timeout=60) in ((status, 141) if number else (status,))
     assert "Traceback" not in told + output
     assert json.loads(output)["total_timesteps"] == int(checkpoints(tmp_path)[-1].stem) > 0
+
+
+class FullDisk(io.StringIO):
+    """Has room for what is written first."""
+
+    def write(self, text: str) -> int:
+        if self.tell() > 100:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+@pytest.mark.parametrize(("name", "options"), [("td3_continuous_action", ("--log-every", "1")), ("ppo_continuous_action", ())])
+def test_a_full_disk_under_standard_error_ends_no_run(name, options, tmp_path, monkeypatch):
+    """Neither the progress bar nor the warning of a checkpoint that cannot be written."""
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    monkeypatch.setattr(torch, "save", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    logger = play(name, *SHORT[name], *options, "--checkpoint-every", "1", directory=tmp_path)["logger"]
+    assert logger.bar.disable
+    assert logger.stopping == checkpoints(tmp_path) == []
 
 
 class Executed:
