@@ -28,7 +28,7 @@ import pynvml
 
 GROUPS = 100  # points of a curve, at most
 SAMPLE_SECONDS = 0.5
-SAVE_SECONDS = 10  # a run that is stopped has so long for a last checkpoint; the sweep waits for 20, Slurm kills after 30
+SAVE_SECONDS = 25  # a run that is stopped has so long for a last checkpoint; the sweep waits longer, Slurm kills after 30
 PACKAGES = ("torch", "tensordict", "gymnasium", "mujoco", "envpool", "stable-baselines3", "sbx-rl", "jax")
 # For the interpreter that runs the command, which need not be this one: it leaves out the packages that it does not have. Is
 # the function of run.sh there, by which MKL takes the processor for Intel's?
@@ -275,6 +275,7 @@ def begin() -> None:
         with suppress(OSError):  # nice counts within a session only, and the run has its own
             Path("/proc/self/autogroup").write_text(str(os.nice(0)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored, where a shell has put the sweep into the background
 
 
 def stop(*_) -> NoReturn:
@@ -301,11 +302,11 @@ def watch(process: subprocess.Popen, job: Job, gpu: GpuSampler) -> str | None:
 
 
 def let_save(process: subprocess.Popen, job: Job) -> None:
-    """Have a run that writes checkpoints end with one, if it does so within SAVE_SECONDS."""
-    if job.resumable:
-        if job.owner:  # Slurm tells every process of a job by itself, and a second signal would end the run without one
-            process.terminate()
-        with suppress(subprocess.TimeoutExpired):
+    """Have a run that writes checkpoints, and is still going on, end with one, if it does so within SAVE_SECONDS."""
+    if job.resumable and process.poll() is None:
+        # Not SIGTERM, which Slurm sends to every process of a job: of one kind, the second ends a run without a checkpoint.
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(SAVE_SECONDS)
 
 
@@ -342,6 +343,8 @@ def run_job(job: Job) -> None:
     else:
         shutil.rmtree(runs, ignore_errors=True)
     runs.mkdir(exist_ok=True)
+    for path in runs.glob("*/checkpoint.new"):  # of a run that was killed while it wrote
+        path.unlink()
     with ExitStack() as files:
         if job.lock:
             fcntl.flock(files.enter_context(job.lock.open("a+")), fcntl.LOCK_SH)
@@ -361,11 +364,9 @@ def run_job(job: Job) -> None:
         try:
             reason = watch(process, job, gpu)
         except OrphanedError:
-            return let_save(process, job)
-        except KeyboardInterrupt:
-            let_save(process, job)
-            raise
+            return
         finally:
+            let_save(process, job)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its helpers, too, if it left any
             code = process.wait()

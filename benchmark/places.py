@@ -15,7 +15,7 @@ from pathlib import Path
 import cloudpickle
 import job as job_module
 import submitit
-from job import Job, run_job
+from job import SAVE_SECONDS, Job, run_job
 from selection import Args, refuse
 
 # States of Slurm jobs that come to nothing more; GONE is ours, for those that Slurm has forgotten.
@@ -211,8 +211,8 @@ def submitit_log(job: submitit.Job) -> str:
     return job_module.last_lines(path) if path.exists() else ""
 
 
-def wait_for_strays(lock: Path, seconds: float = 30) -> None:
-    """Wait for the runs of a sweep that was killed: they notice within a second, and nothing may run beside a new one."""
+def wait_for_strays(lock: Path, seconds: float = SAVE_SECONDS + 20) -> None:
+    """Wait for the runs of a sweep that was killed: they notice, and save; nothing may run beside those of a new one."""
     end = time.monotonic() + seconds
     with lock.open("a+") as file:
         while True:

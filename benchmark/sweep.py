@@ -28,7 +28,7 @@ import report
 import results
 import submitit
 import tyro
-from job import Job, tail, usable_cores
+from job import SAVE_SECONDS, Job, tail, usable_cores
 from places import Attempt, Slurm, ThisMachine, deaf_to_ctrl_c, submitit_log, wait_for_strays
 from record import Record, claimed, default_folder, read_outcome
 from selection import PROFILES, Args, Run, check_args, refuse, select, visible_gpus
@@ -148,9 +148,11 @@ class Sweep:
         """End all that is running, and see it end."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
+        if self.running:
+            print(f"waiting for {len(self.running)} run{'s' * (len(self.running) > 1)} to end", file=sys.stderr)
         for attempt in self.running.values():
             self.place.stop(attempt)
-        end = time.monotonic() + 20
+        end = time.monotonic() + SAVE_SECONDS + 10
         while not all(map(self.place.ended, self.running.values())) and time.monotonic() < end:
             time.sleep(0.2)
             self.place.look()
@@ -235,11 +237,11 @@ def work(args: Args, runs: list[Run], folder: Path, gpus: list[str]) -> int:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         status, message = (1, f"no space is left in {folder}") if full else (2, f"sweep.py: error: --folder {folder}: {error}")
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
     if sweep:
         sweep.stop()
     done = sweep.done if sweep else 0
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
     again = "" if status == 2 else f"; {done} of {len(runs)} runs are done; start again to go on"
     print(f"{message}{again}", file=sys.stderr)
     return status

@@ -14,6 +14,7 @@ Twin:  leanrl/sac_continuous_action_torchcompile.py, which trains one agent. Eac
 Tags:  every place that differs from the twin opens with `# [seeds k]`; docs/tricks.md has a chapter on each k.
 """
 
+import atexit
 import json
 import logging
 import math
@@ -346,6 +347,7 @@ class Logger:
                 refuse(f"--track cannot start Weights & Biases: {error}")
         self.writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume and trains else None)  # later logs go
         self.writer.add_text("hyperparameters", "param|value\n-|-" + "".join(f"\n{k}|{v}" for k, v in vars(args).items()))
+        tqdm.monitor_interval = 0  # a failed draw keeps tqdm's lock, for which a monitor would hold up the end
         self.bar = tqdm(total=args.total_timesteps, initial=step, unit="step", disable=True)  # [seeds 4] Loggers has one
 
     def count(self, step: int, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid=1) -> None:
@@ -394,10 +396,9 @@ class Logger:
     def print_summary(self, **measured) -> None:
         """Print the run summary, one line of JSON: arguments, what is given, and the returns of the last episodes."""
         returns = [value for _, value, _ in self.episodes]
-        for name, values in {"episodic_return": returns[-100:], "episodic_return_10": returns[-10:]}.items():
-            measured.setdefault(name, float(np.mean(values)) if values else None)
-        summary = {"script": Path(__file__).stem} | asdict(self.args) | {"sps": self.sps, "episodes": len(returns)} | measured
-        summary = json.loads(json.dumps(summary, default=str), parse_constant=lambda _: None)  # JSON has no infinity
+        means = {f"episodic_return{k}": float(np.mean(returns[-n:])) if returns else None for k, n in (("", 100), ("_10", 10))}
+        summary = {"script": Path(__file__).stem, **asdict(self.args), "sps": self.sps, "episodes": len(returns), **means}
+        summary = json.loads(json.dumps(summary | measured, default=str), parse_constant=lambda _: None)  # JSON has no inf
         try:
             print(json.dumps(summary), flush=True)
         except OSError:  # nobody reads it
@@ -421,8 +422,8 @@ class Loggers:
                 if logger not in self.lost:
                     function(index, logger)
             except SystemExit as error:
-                tqdm.write(f"{error}; the agent of seed {logger.args.seed} is lost", file=sys.stderr)
                 self.lost.append(logger)
+                tqdm.write(f"{error}; the agent of seed {logger.args.seed} is lost", file=sys.stderr)
 
     def count(self, step: int, *arrays: np.ndarray) -> None:
         """Add a step of all environments to their agents' episodes."""
@@ -469,7 +470,7 @@ def stop_when_asked(asked: list[int], first: str | None = None) -> None:
         if first is None or asked.count(number) > 1:
             raise KeyboardInterrupt
         with suppress(OSError):
-            os.write(2, f"\nending after {first}; once more to end at once\n".encode())
+            os.write(2, f"\n{signal.Signals(number).name}: ending after {first}; once more to end at once\n".encode())
 
     for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows has no SIGHUP
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
@@ -507,12 +508,11 @@ def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[st
                 other.unlink()
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
-            new.unlink(missing_ok=True)
             print(f"{Path(__file__).name}: warning: no checkpoint {path}: {error}".splitlines()[0], file=sys.stderr)
+            new.unlink(missing_ok=True)
 
 
-# [seeds 5]
-def of_each(args: Args) -> list[Args]:
+def of_each(args: Args) -> list[Args]:  # [seeds 5]
     """The arguments of each agent as of a run of its own; of folders to resume, with the newest checkpoint that all have."""
     seeds = args.seeds or range(args.seed, args.seed + args.num_seeds)
     paths = args.resume or args.evaluate or [None] * len(seeds)
@@ -567,6 +567,13 @@ def restore(tensors: dict[str, Tensor], state: dict[str, Tensor]) -> None:
         tensors[name].detach().copy_(state[name])
 
 
+def make_own(args: Args, film: bool) -> gym.Env:  # [seeds 4]
+    """Build an environment; a worker, which multiprocessing has made, leaves signals to the process that it is of."""
+    for number in signal.valid_signals() & {1, 2, 15} if torch.multiprocessing.parent_process() else ():  # HUP, INT, TERM
+        signal.signal(number, signal.SIG_IGN)
+    return make_env(args, film)
+
+
 def evaluate(args: Args, folder: Path, policy: Callable) -> Iterator[float]:
     """Play whole episodes with a policy from an observation to an action, filmed if asked for; yields their returns."""
     env = make_env(args, args.capture_video)
@@ -606,17 +613,11 @@ if __name__ == "__main__":
     if any(own[:3] != progress[0][:3] for own in progress):
         refuse(f"--resume takes checkpoints of one step, got those of {', '.join(str(step) for step, *_ in progress)}")
     # Stepped in turn, each reset in the step that ends its episode. copy=False: an observation is copied once, into the row.
-    env_fns = [partial(make_env, args, args.capture_video and index == 0) for index in range(num_agents * args.num_envs)]
-    # [seeds 4] Workers leave signals to this process, which kills them without the answer to a step that it broke off.
-    kept = {key: signal.getsignal(key) for key in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGINT))}
-    for number in kept:
-        signal.signal(number, signal.SIG_IGN)
+    env_fns = [partial(make_own, args, args.capture_video and index == 0) for index in range(num_agents * args.num_envs)]
     make_envs = gym.vector.AsyncVectorEnv if args.env_workers else SyncVectorEnv
+    kill = atexit.register(lambda **_: [worker.kill() for worker in torch.multiprocessing.active_children()])  # [seeds 4]
     envs = make_envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
-    if args.env_workers:
-        envs.close = lambda **_: [process.kill() for process in envs.processes]
-    for number, handler in kept.items():
-        signal.signal(number, handler)
+    envs.close = kill if args.env_workers else envs.close  # without the answer to a step that a signal broke off
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(envs.single_action_space.shape)
     bounds = np.stack([envs.single_action_space.low.ravel(), envs.single_action_space.high.ravel()])
     action_low, action_high = torch.tensor(bounds, dtype=torch.float32, device=device)
@@ -683,7 +684,6 @@ if __name__ == "__main__":
             next_actions, next_log_prob = sample_actions(streams, *actor(next_obs), action_scale)
             next_values = critic_target(next_obs, next_actions)
             target = soft_target(rewards, terminated, next_values, next_log_prob, log_alpha.exp()[:, None], gamma)
-
         qf_values = critic(obs, actions)
         qf_losses = critic_losses(qf_values, target[:, None])  # [seeds 2]
         (grad,) = torch.autograd.grad(qf_losses.sum(), critic.params)  # [fast 2] in the graph, where backward() is not
@@ -741,7 +741,7 @@ if __name__ == "__main__":
     obs[:] = envs.reset(seed=env_seeds)[0].reshape(obs.shape)
 
     stopping, eval_returns, startup_seconds = logger.stopping, [], None
-    with closing(envs), closing(logger), suppress(KeyboardInterrupt, *[BrokenPipeError] * last):  # of a bar that nobody reads
+    with closing(envs), closing(logger), suppress(KeyboardInterrupt):
         stop_when_asked(stopping)
         # [fast 1] The policy and the two halves of a gradient step are a graph each.
         if args.compile:
@@ -810,11 +810,12 @@ if __name__ == "__main__":
                 save_checkpoints(logger, last, [global_step, updates, owed, episodes], state)
 
         if args.evaluate or (args.eval_episodes and not stopping):
-            logger.bar.close()
-            stop_when_asked(stopping)
-            for index, own in enumerate(logger.each):  # [seeds 4]
-                policy = partial(best_action, agent=index)
-                eval_returns.append([] if own in logger.lost else list(evaluate(own.args, own.folder, policy)))
+            with suppress(BrokenPipeError):  # of a bar that nobody reads
+                logger.bar.close()
+                stop_when_asked(stopping)
+                for index, own in enumerate(logger.each):  # [seeds 4]
+                    policy = partial(best_action, agent=index)
+                    eval_returns.append([] if own in logger.lost else list(evaluate(own.args, own.folder, policy)))
         stop_when_asked(stopping, first="the end of the logs")
     measured = {"total_timesteps": global_step, "updates": updates, "device": device.type, "eval_returns": eval_returns}
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}

@@ -250,6 +250,7 @@ class Logger:
                 refuse(f"--track cannot start Weights & Biases: {error}")
         self.writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume and trains else None)  # later logs go
         self.writer.add_text("hyperparameters", "param|value\n-|-" + "".join(f"\n{k}|{v}" for k, v in vars(args).items()))
+        tqdm.monitor_interval = 0  # a failed draw keeps tqdm's lock, for which a monitor would hold up the end
         self.bar = tqdm(total=args.total_timesteps, initial=step, unit="step", dynamic_ncols=True, disable=not trains)
 
     def count(self, step: int, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid=1) -> None:
@@ -298,10 +299,9 @@ class Logger:
     def print_summary(self, **measured) -> None:
         """Print the run summary, one line of JSON: arguments, what is given, and the returns of the last episodes."""
         returns = [value for _, value, _ in self.episodes]
-        for name, values in {"episodic_return": returns[-100:], "episodic_return_10": returns[-10:]}.items():
-            measured.setdefault(name, float(np.mean(values)) if values else None)
-        summary = {"script": Path(__file__).stem} | asdict(self.args) | {"sps": self.sps, "episodes": len(returns)} | measured
-        summary = json.loads(json.dumps(summary, default=str), parse_constant=lambda _: None)  # JSON has no infinity
+        means = {f"episodic_return{k}": float(np.mean(returns[-n:])) if returns else None for k, n in (("", 100), ("_10", 10))}
+        summary = {"script": Path(__file__).stem, **asdict(self.args), "sps": self.sps, "episodes": len(returns), **means}
+        summary = json.loads(json.dumps(summary | measured, default=str), parse_constant=lambda _: None)  # JSON has no inf
         try:
             print(json.dumps(summary), flush=True)
         except OSError:  # nobody reads it
@@ -316,7 +316,7 @@ def stop_when_asked(asked: list[int], first: str | None = None) -> None:
         if first is None or asked.count(number) > 1:
             raise KeyboardInterrupt
         with suppress(OSError):
-            os.write(2, f"\nending after {first}; once more to end at once\n".encode())
+            os.write(2, f"\n{signal.Signals(number).name}: ending after {first}; once more to end at once\n".encode())
 
     for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows has no SIGHUP
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
@@ -354,8 +354,8 @@ def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[st
                 other.unlink()
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
-            new.unlink(missing_ok=True)
             print(f"{Path(__file__).name}: warning: no checkpoint {path}: {error}".splitlines()[0], file=sys.stderr)
+            new.unlink(missing_ok=True)
 
 
 def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
@@ -516,7 +516,7 @@ if __name__ == "__main__":
     obs[:] = envs.reset(seed=env_seeds)[0].reshape(obs.shape)
 
     stopping, eval_returns, startup_seconds = logger.stopping, [], None
-    with closing(envs), closing(logger), suppress(KeyboardInterrupt, *[BrokenPipeError] * last):  # of a bar that nobody reads
+    with closing(envs), closing(logger), suppress(KeyboardInterrupt):
         stop_when_asked(stopping, first="this step")
         torch.manual_seed(noise_seed)
         startup_seconds = time.perf_counter() - start_time
@@ -557,9 +557,10 @@ if __name__ == "__main__":
                 save_checkpoint(logger, last, [global_step, updates, owed, episodes], state)
 
         if args.evaluate or (args.eval_episodes and not stopping):
-            logger.bar.close()
-            stop_when_asked(stopping)
-            eval_returns.extend(evaluate(args, logger.folder, best_action))
+            with suppress(BrokenPipeError):  # of a bar that nobody reads
+                logger.bar.close()
+                stop_when_asked(stopping)
+                eval_returns.extend(evaluate(args, logger.folder, best_action))
         stop_when_asked(stopping, first="the end of the logs")
     measured = {"total_timesteps": global_step, "updates": updates, "device": device.type, "eval_returns": eval_returns}
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}

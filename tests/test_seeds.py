@@ -399,6 +399,28 @@ def test_a_second_ctrl_c_ends_a_run_whose_environments_do_not_answer(tmp_path):
     assert not any(worker.is_running() for worker in workers)
 
 
+def test_a_run_with_processes_for_environments_that_is_refused_ends(tmp_path):
+    options = (*QUICK, "--num-seeds", "2", "--env-workers", "--buffer-size", "1000000000")
+    process = start("td3_continuous_action_seeds", tmp_path, *options, "--env-id", "envs:Scripted-v0")
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert error.splitlines()[-1].startswith("td3_continuous_action_seeds.py: error: --buffer-size 1000000000 needs ")
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_ctrl_c_before_the_first_step_ends_a_run_and_its_environments(name, tmp_path):
+    process = start(name, tmp_path, "--num-seeds", "2", "--env-workers")
+    while len(workers := psutil.Process(process.pid).children()) < 2 and process.poll() is None:
+        time.sleep(0.01)
+    time.sleep(0.1)  # Python forgets a Ctrl+C that comes while it forks
+    for one in (*workers, process):
+        one.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGINT)
+    psutil.wait_procs(workers, timeout=10)
+    assert not any(worker.is_running() for worker in workers)
+
+
 def test_a_run_of_which_a_worker_is_killed_fails(tmp_path):
     process, workers = start_with_workers(tmp_path)
     workers[0].kill()

@@ -44,7 +44,8 @@ if todo.startswith("hang"):
     time.sleep(1000)
 asked = []
 if todo.startswith("save"):
-    signal.signal(signal.SIGTERM, lambda number, _: os._exit(3) if asked else asked.append(number))
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, lambda number, _: os._exit(3) if number in asked else asked.append(number))
 if todo.startswith("wait"):
     while (here / "hold").exists():
         time.sleep(0.05)
@@ -271,6 +272,21 @@ def test_runs_that_end_in_order_lose_nothing_when_their_sweep_is_stopped(house, 
     assert done.returncode == 0, done.stderr
     assert list(map(int, notes.read_text().split())) == list(range(1, 252))
     assert [line["resumed"] for line in house.lines()] == [stopped]
+
+
+def test_a_run_that_takes_too_long_leaves_a_checkpoint(house):
+    house.tell(0, "save!")
+    script, notes = house.leanrl / "td3_continuous_action.py", house.leanrl / "steps.txt"
+    command = (sys.executable, str(script), "--env-id=A", "--seed=0", "--checkpoint-every=1000")
+    folder = house.path / "job"
+    folder.mkdir()
+    job = Job(folder, command, house.path / "cache", time_limit=2, resumable=True)
+    process = multiprocessing.get_context("spawn").Process(target=run_job, args=(job,))
+    process.start()
+    process.join(60)
+    assert json.loads((folder / "outcome.json").read_text())["reason"] == "took longer than 2 s"
+    [path] = folder.glob("runs/one/*.pt")
+    assert path.stem == notes.read_text().split()[-1]
 
 
 def test_a_job_that_slurm_puts_back_into_its_queue_goes_on_from_its_checkpoint(house):

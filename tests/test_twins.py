@@ -110,6 +110,7 @@ def test_agents_at_once_have_all_that_the_twin_has(name):
         "of_each",
         "of_agent",
         "save_checkpoints",
+        "make_own",
     }
     changed = {definition for definition in twin if own[definition] != twin[definition]}
     noise = "sample_actions" if name.startswith("sac") else "smooth"
