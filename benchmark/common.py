@@ -1,6 +1,7 @@
 """What the programs of this folder share: where things are, and how they refuse arguments that cannot work."""
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -18,6 +19,16 @@ def refuse(message: str) -> NoReturn:
     """Tell a bad argument in one line on standard error and leave with exit status 2."""
     print(f"{PROGRAM}: error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def say(message: str, passing: bool = False) -> None:
+    """A line on standard error: on a terminal in place of the last one, if that was `passing`, as progress is."""
+    if sys.stderr.isatty():
+        message = f"\r\033[K{message[: shutil.get_terminal_size().columns - 1] if passing else message}"
+    try:
+        print(message, end="" if passing and sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+    except OSError:  # its disk is full, or Ctrl+C has ended who read it, too: no reason to leave runs alone
+        sys.stderr = open(os.devnull, "w")
 
 
 def check_names(option: str, given: Collection[str], known: Collection[str]) -> None:

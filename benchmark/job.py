@@ -276,6 +276,7 @@ def begin() -> None:
             Path("/proc/self/autogroup").write_text(str(os.nice(0)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored, where a shell has put the sweep into the background
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # by which Slurm tells submitit, and may tell all of a job, that time is up
 
 
 def stop(*_) -> NoReturn:
@@ -306,7 +307,7 @@ def let_save(process: subprocess.Popen, job: Job) -> None:
     if job.resumable and process.poll() is None:
         # Not SIGTERM, which Slurm sends to every process of a job: of one kind, the second ends a run without a checkpoint.
         process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+        with suppress(subprocess.TimeoutExpired):
             process.wait(SAVE_SECONDS)
 
 
@@ -366,6 +367,7 @@ def run_job(job: Job) -> None:
         except OrphanedError:
             return
         finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would kill what is being saved
             let_save(process, job)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its helpers, too, if it left any

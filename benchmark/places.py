@@ -1,6 +1,7 @@
 """Where runs go on: on this machine, each on cores of its own, or as an array of jobs on a Slurm cluster."""
 
 import fcntl
+import itertools
 import logging
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 import cloudpickle
 import job as job_module
 import submitit
+from common import say
 from job import SAVE_SECONDS, Job, run_job
 from selection import Args, refuse
 
@@ -213,12 +215,14 @@ def submitit_log(job: submitit.Job) -> str:
 
 def wait_for_strays(lock: Path, seconds: float = SAVE_SECONDS + 20) -> None:
     """Wait for the runs of a sweep that was killed: they notice, and save; nothing may run beside those of a new one."""
-    end = time.monotonic() + seconds
+    start = time.monotonic()
     with lock.open("a+") as file:
-        while True:
+        for trial in itertools.count():
             try:
                 return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if time.monotonic() > end:
+                if time.monotonic() > start + seconds:
                     refuse(f"runs of another sweep are still going on in {lock.parent}")
+                if trial == 5:
+                    say("waiting for the runs of a sweep that was killed to end")
                 time.sleep(0.2)

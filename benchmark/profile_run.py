@@ -76,8 +76,8 @@ class RunProfile:
         args, on_policy = run["args"], "rollout" in run
         self.device = run["device"].type
         self.steps = run["num_steps"] if on_policy else STEPS
-        wait = self.steps if on_policy else max(args.learning_starts - run["global_step"], 0) // run["num_envs"] + 10
-        needed = (wait + self.steps) * run["num_envs"]
+        wait = self.steps if on_policy else max(args.learning_starts - run["global_step"], 0) // args.num_envs + 10
+        needed = (wait + self.steps) * args.num_envs
         left = 0 if run["last"] else args.total_timesteps - run["global_step"]
         if needed > left:
             raise ProfileOverError(f"a profile takes {needed} agent steps, and this run makes {left}: see --total-timesteps")

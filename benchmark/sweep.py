@@ -28,6 +28,7 @@ import report
 import results
 import submitit
 import tyro
+from common import say
 from job import SAVE_SECONDS, Job, tail, usable_cores
 from places import Attempt, Slurm, ThisMachine, deaf_to_ctrl_c, submitit_log, wait_for_strays
 from record import Record, claimed, default_folder, read_outcome
@@ -92,7 +93,7 @@ class Sweep:
             self.note_seconds(line)
         else:
             self.failed += 1
-            self.say(f"failed: {line['job']}: {line['reason']}\n{line['log']}")
+            say(f"failed: {line['job']}: {line['reason']}\n{line['log']}")
 
     def submit(self, runs: list[Run], places: list[int]) -> None:
         """Start runs."""
@@ -129,7 +130,7 @@ class Sweep:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             # Status 2 is a bad argument, which would be no better the second time.
             if outcome["status"] == "failed" and self.attempts[run] < ATTEMPTS and outcome["reason"] != "exit status 2":
-                self.say(f"once more: {run.name}: {outcome['reason']}")
+                say(f"once more: {run.name}: {outcome['reason']}")
                 self.queue.appendleft(run)
             else:
                 self.add(*self.record.lines_of(run, outcome, int(attempt.folder.name)))
@@ -148,10 +149,10 @@ class Sweep:
         """End all that is running, and see it end."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        if self.running:
-            print(f"waiting for {len(self.running)} run{'s' * (len(self.running) > 1)} to end", file=sys.stderr)
         for attempt in self.running.values():
             self.place.stop(attempt)
+        if self.running:
+            say(f"waiting for {len(self.running)} run{'s' * (len(self.running) > 1)} to end")
         end = time.monotonic() + SAVE_SECONDS + 10
         while not all(map(self.place.ended, self.running.values())) and time.monotonic() < end:
             time.sleep(0.2)
@@ -189,23 +190,13 @@ class Sweep:
         """The line of progress: rewritten in place on a terminal, elsewhere a new one whenever a run starts or ends."""
         states = tuple(sorted({self.place.state(attempt) for attempt in self.running.values()}))
         key = (self.done, self.failed, tuple(self.running), states)
-        terminal = sys.stderr.isatty()
-        if not terminal and key == self.shown:
+        if not sys.stderr.isatty() and key == self.shown:
             return
         self.shown = key
         state = f"[{self.done}/{len(self.runs)}]" + (f" {self.failed} failed" if self.failed else "")
         left = self.seconds_left() if self.queue or self.running else None
         parts = [self.describe_running(), "" if left is None else f"{left / 60:.0f} min left"]
-        line = f"{state} {', '.join(part for part in parts if part)}"
-        if terminal:
-            width = shutil.get_terminal_size().columns - 1
-            print(f"\r\033[K{line[:width]}", end="", file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
-
-    def say(self, message: str) -> None:
-        """A line of its own beside the line of progress."""
-        print(f"\r\033[K{message}" if sys.stderr.isatty() else message, file=sys.stderr, flush=True)
+        say(f"{state} {', '.join(part for part in parts if part)}", passing=True)
 
 
 def most_workers(gpus: list[str]) -> int:
@@ -237,13 +228,11 @@ def work(args: Args, runs: list[Run], folder: Path, gpus: list[str]) -> int:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         status, message = (1, f"no space is left in {folder}") if full else (2, f"sweep.py: error: --folder {folder}: {error}")
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
     if sweep:
         sweep.stop()
     done = sweep.done if sweep else 0
     again = "" if status == 2 else f"; {done} of {len(runs)} runs are done; start again to go on"
-    print(f"{message}{again}", file=sys.stderr)
+    say(f"{message}{again}")
     return status
 
 

@@ -233,11 +233,10 @@ class Logger:
         self.returns, self.lengths, self.stopping = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=np.int64), []
         name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         try:
-            Path("runs").mkdir(exist_ok=True)
             for number in range(1, 10**9) if folder is None else ():
                 with suppress(FileExistsError):  # of a run that started in the same second
                     folder = Path("runs", name if number == 1 else f"{name}_{number}")
-                    folder.mkdir()
+                    folder.mkdir(parents=True)
                     break
             self.folder, self.lock = folder, FileLock(folder / ".lock")
             self.lock.acquire(blocking=False)
@@ -255,6 +254,7 @@ class Logger:
         self.writer.add_text("hyperparameters", "param|value\n-|-" + "".join(f"\n{k}|{v}" for k, v in vars(args).items()))
         tqdm.monitor_interval = 0  # a failed draw keeps tqdm's lock, for which a monitor would hold up the end
         self.bar = tqdm(total=args.total_timesteps, initial=step, unit="step", dynamic_ncols=True, disable=not trains)
+        self.bar.miniters, self.bar.dynamic_miniters = 1, False  # else it stands still where learning slows the steps down
 
     def count(self, step: int, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid=1) -> None:
         """Add a step of each environment, where `valid` is 1, to its episode, which ends if `done`; all have to be finite."""
@@ -357,8 +357,9 @@ def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[st
                 other.unlink()
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
+            new.unlink(missing_ok=True)  # first: what is told may go to the same disk
+        with suppress(OSError):
             print(f"{Path(__file__).name}: warning: no checkpoint {path}: {error}".splitlines()[0], file=sys.stderr)
-            new.unlink(missing_ok=True)
 
 
 def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
@@ -430,9 +431,8 @@ if __name__ == "__main__":
     obs_dim, first_action = math.prod(envs.single_observation_space.shape), envs.single_action_space.start
     dtype = torch.uint8 if envs.single_observation_space.dtype == np.uint8 else torch.float32
 
-    num_envs = args.num_envs
     columns = np.cumsum([3 * torch.float32.itemsize // dtype.itemsize, obs_dim, obs_dim])
-    capacity, row_dim = 0 if args.evaluate else args.buffer_size // num_envs * num_envs, int(columns[-1])
+    capacity, row_dim = 0 if args.evaluate else args.buffer_size // args.num_envs * args.num_envs, int(columns[-1])
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
     if (needed := dtype.itemsize * capacity * row_dim) > free:
         refuse(f"--buffer-size {capacity} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free")
@@ -457,9 +457,6 @@ if __name__ == "__main__":
     q_network, target_network = (Flat(name, network, tensors) for name, network in networks.items())
     # [fast 3] The losses of the last step have a place, too: what a captured function returns is cloned at each call.
     losses = {"q_values": torch.zeros(args.batch_size, device=device), "td_loss": torch.zeros((), device=device)}
-
-    gamma, tau, batch_size, double = args.gamma, args.tau, args.batch_size, args.double
-    train_frequency, target_network_frequency = args.train_frequency, args.target_network_frequency
     schedule = partial(linear_schedule, args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps)
 
     def act(obs: Tensor) -> Tensor:
@@ -469,10 +466,11 @@ if __name__ == "__main__":
 
     def update_network() -> None:
         """One gradient step on a new batch."""
-        obs, actions, rewards, terminated, next_obs = sample_batch(buffer, size, batch_size, obs_dim)
+        obs, actions, rewards, terminated, next_obs = sample_batch(buffer, size, args.batch_size, obs_dim)
         with torch.no_grad():
             next_values = target_network(next_obs)
-            target = q_target(rewards, terminated, next_values, q_network(next_obs) if double else next_values, gamma)
+            chosen_by = q_network(next_obs) if args.double else next_values
+            target = q_target(rewards, terminated, next_values, chosen_by, args.gamma)
 
         q_values = q_network(obs).gather(1, actions[:, None]).squeeze(1)
         td_loss = F.mse_loss(q_values, target)
@@ -485,7 +483,7 @@ if __name__ == "__main__":
         """One gradient step and, if asked for, one of the target network."""
         update_network()
         if with_target:
-            target_network.params.lerp_(q_network.params.detach(), tau)  # [fast 2]
+            target_network.params.lerp_(q_network.params.detach(), args.tau)  # [fast 2]
 
     def best_action(obs: np.ndarray) -> int:
         """The action of the highest value at an observation, as an environment takes it."""
@@ -501,7 +499,7 @@ if __name__ == "__main__":
     if args.capture_video and not last:
         videos = logger.folder / "videos" / (f"from_step_{global_step}" if args.resume else "")
         envs.envs[0] = gym.wrappers.RecordVideo(envs.envs[0], str(videos), disable_logger=True)
-    noise_seed, *env_seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(1 + num_envs).tolist()
+    noise_seed, *env_seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(1 + args.num_envs).tolist()
     obs[:] = envs.reset(seed=env_seeds)[0].reshape(obs.shape)
 
     stopping, eval_returns, startup_seconds = logger.stopping, [], None
@@ -544,38 +542,41 @@ if __name__ == "__main__":
                 if updates == first_update:
                     logger.start = global_step, time.perf_counter()  # SPS counts from the first step that learns
                 # Gradient steps are paid for by agent steps, but not by those before learning starts.
-                owed += min(num_envs, global_step - args.learning_starts)
+                owed += min(args.num_envs, global_step - args.learning_starts)
 
-            while owed >= train_frequency:
-                updates, owed = updates + 1, owed - train_frequency
-                update(updates * train_frequency % target_network_frequency < train_frequency)
+            while owed >= args.train_frequency:
+                updates, owed = updates + 1, owed - args.train_frequency
+                update(updates * args.train_frequency % args.target_network_frequency < args.train_frequency)
 
             row_obs[:], row_actions[:] = obs, actions  # before an environment changes them in place
             next_obs, rewards, terminated, truncated, infos = envs.step(actions + first_action)
-            global_step, done = global_step + num_envs, terminated | truncated
+            global_step, done = global_step + args.num_envs, terminated | truncated
 
             row_rewards[:], row_terminated[:] = rewards, terminated
             row_next_obs[:] = next_obs.reshape(obs.shape)
             if np.count_nonzero(done):
                 row_next_obs[done] = np.stack(infos["final_obs"][done]).reshape(-1, obs_dim)
             logger.count(global_step, actions, rewards, done, real_numbers, next_obs)
-            position = (global_step - num_envs) % capacity
-            buffer[position : position + num_envs].copy_(row, non_blocking=True)
+            position = (global_step - args.num_envs) % capacity
+            buffer[position : position + args.num_envs].copy_(row, non_blocking=True)
             if global_step <= capacity:
                 size.fill_(global_step)
             obs[:] = next_obs.reshape(obs.shape)
 
             last = bool(stopping) or global_step >= args.total_timesteps
-            if last or global_step % args.log_every < num_envs:
+            if last or global_step % args.log_every < args.num_envs:
                 logger.log(global_step, losses if updates > first_update else {}, epsilon=schedule(global_step))
                 state = tensors | {"buffer": buffer[:global_step]}  # or all of it, once it is full
                 save_checkpoint(logger, last, [global_step, updates, owed, episodes], state)
 
         if args.evaluate or (args.eval_episodes and not stopping):
-            with suppress(BrokenPipeError):  # of a bar that nobody reads
+            try:
                 logger.bar.close()
                 stop_when_asked(stopping)
                 eval_returns.extend(evaluate(args, logger.folder, best_action))
+            except BrokenPipeError as error:  # of a bar that nobody reads, or of an environment
+                stopping.append(13)
+                warnings.warn(f"the evaluation has ended: {error}", stacklevel=1)
         stop_when_asked(stopping, first="the end of the logs")
     measured = {"total_timesteps": global_step, "updates": updates, "device": device.type, "eval_returns": eval_returns}
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}

@@ -345,11 +345,10 @@ class Logger:
         self.returns, self.lengths, self.stopping = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=np.int64), []
         name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         try:
-            Path("runs").mkdir(exist_ok=True)
             for number in range(1, 10**9) if folder is None else ():
                 with suppress(FileExistsError):  # of a run that started in the same second
                     folder = Path("runs", name if number == 1 else f"{name}_{number}")
-                    folder.mkdir()
+                    folder.mkdir(parents=True)
                     break
             self.folder, self.lock = folder, FileLock(folder / ".lock")
             self.lock.acquire(blocking=False)
@@ -367,6 +366,7 @@ class Logger:
         self.writer.add_text("hyperparameters", "param|value\n-|-" + "".join(f"\n{k}|{v}" for k, v in vars(args).items()))
         tqdm.monitor_interval = 0  # a failed draw keeps tqdm's lock, for which a monitor would hold up the end
         self.bar = tqdm(total=args.total_timesteps, initial=step, unit="step", dynamic_ncols=True, disable=not trains)
+        self.bar.miniters, self.bar.dynamic_miniters = 1, False  # else it stands still where learning slows the steps down
 
     def count(self, step: int, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid=1) -> None:
         """Add a step of each environment, where `valid` is 1, to its episode, which ends if `done`; all have to be finite."""
@@ -469,8 +469,9 @@ def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[st
                 other.unlink()
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
+            new.unlink(missing_ok=True)  # first: what is told may go to the same disk
+        with suppress(OSError):
             print(f"{Path(__file__).name}: warning: no checkpoint {path}: {error}".splitlines()[0], file=sys.stderr)
-            new.unlink(missing_ok=True)
 
 
 def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
@@ -568,9 +569,6 @@ if __name__ == "__main__":
     names = ["explained_variance", "policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
     losses = {name: torch.zeros((), device=device) for name in names}
 
-    gamma, gae_lambda, norm_adv, clip_coef = args.gamma, args.gae_lambda, args.norm_adv, args.clip_coef
-    clip_vloss, ent_coef, vf_coef, max_grad_norm = args.clip_vloss, args.ent_coef, args.vf_coef, args.max_grad_norm
-
     def act(obs: Tensor, noise: Tensor) -> Tensor:
         """Actions for obs (num_envs, obs_dim) and noise of the policy's deviation: (num_envs, action_dim)."""
         with torch.no_grad():
@@ -583,7 +581,7 @@ if __name__ == "__main__":
             rewards, terminated, valid = columns.unbind(2)
             mean, log_std, values = agent(obs)
             log_prob = normal_log_prob(actions, mean, log_std)
-            advantages = gae(rewards[:-1], values, terminated[:-1], valid, gamma, gae_lambda)
+            advantages = gae(rewards[:-1], values, terminated[:-1], valid, args.gamma, args.gae_lambda)
             returns = advantages + values[:-1]
             columns = [log_prob[:-1], advantages, returns, values[:-1], valid[:-1]]
             rows = torch.cat([obs[:-1], actions[:-1], torch.stack(columns, dim=2)], dim=2)
@@ -596,23 +594,23 @@ if __name__ == "__main__":
         rows = batch.index_select(0, indices)
         obs, actions, columns = rows.split([obs_dim, action_dim, 5], dim=1)
         old_log_prob, advantages, returns, old_values, valid = columns.unbind(1)
-        if norm_adv:
+        if args.norm_adv:
             advantages = normalise(advantages, valid)
 
         mean, log_std, values = network(obs)
         log_ratio = normal_log_prob(actions, mean, log_std) - old_log_prob
-        pg_loss = policy_loss(log_ratio, advantages, valid, clip_coef)
-        v_loss = value_loss(values, old_values, returns, valid, clip_coef if clip_vloss else None)
+        pg_loss = policy_loss(log_ratio, advantages, valid, args.clip_coef)
+        v_loss = value_loss(values, old_values, returns, valid, args.clip_coef if args.clip_vloss else None)
         entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
-        loss = pg_loss - ent_coef * entropy + vf_coef * v_loss
-        metrics = kl_metrics(log_ratio.detach(), valid, clip_coef)
+        loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
+        metrics = kl_metrics(log_ratio.detach(), valid, args.clip_coef)
         return loss, {"policy_loss": pg_loss, "value_loss": v_loss, "entropy": entropy, **metrics}
 
     def update(indices: Tensor) -> None:
         """One gradient step on the rows `indices` of the batch, (minibatch_size,)."""
         loss, latest = objective(flat_agent, indices)
         (grad,) = torch.autograd.grad(loss, flat_agent.params)  # [fast 2] in the graph, where backward() is not
-        adam_step(flat_agent.state, clip_grad(grad, max_grad_norm), annealed_lr, eps=1e-5)
+        adam_step(flat_agent.state, clip_grad(grad, args.max_grad_norm), annealed_lr, eps=1e-5)
         for name, value in latest.items():  # [fast 3]
             losses[name].copy_(value.detach())
 
@@ -691,13 +689,12 @@ if __name__ == "__main__":
 
                 rollout_actions[step], rollout_rewards[step], rollout_terminated[step] = actions, rewards, terminated
                 global_step += int(np.count_nonzero(valid))
-                discounted_return = rewards + gamma * discounted_return * valid
+                discounted_return = rewards + args.gamma * discounted_return * valid
                 rollout_returns[step] = discounted_return
                 done = terminated | truncated
                 logger.count(global_step, actions, rewards, done, next_obs, valid=valid)
                 # The next step of an environment that is done resets it and ignores the action.
-                valid = ~done
-                rollout_valid[step + 1] = valid
+                rollout_valid[step + 1] = valid = ~done
                 next_obs = next_obs.reshape(num_envs, obs_dim)
                 obs_moments.update(next_obs[valid])
                 rollout_obs[step + 1] = obs_moments.standardise(next_obs)
@@ -718,10 +715,13 @@ if __name__ == "__main__":
             save_checkpoint(logger, last, [global_step, updates, episodes], tensors)
 
         if args.evaluate or (args.eval_episodes and not stopping):
-            with suppress(BrokenPipeError):  # of a bar that nobody reads
+            try:
                 logger.bar.close()
                 stop_when_asked(stopping)
                 eval_returns.extend(evaluate(args, logger.folder, best_action))
+            except BrokenPipeError as error:  # of a bar that nobody reads, or of an environment
+                stopping.append(13)
+                warnings.warn(f"the evaluation has ended: {error}", stacklevel=1)
         stop_when_asked(stopping, first="the end of the logs")
     measured = {"total_timesteps": global_step, "updates": updates, "device": device.type, "eval_returns": eval_returns}
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}

@@ -246,11 +246,10 @@ class Logger:
         self.returns, self.lengths, self.stopping = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=np.int64), []
         name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         try:
-            Path("runs").mkdir(exist_ok=True)
             for number in range(1, 10**9) if folder is None else ():
                 with suppress(FileExistsError):  # of a run that started in the same second
                     folder = Path("runs", name if number == 1 else f"{name}_{number}")
-                    folder.mkdir()
+                    folder.mkdir(parents=True)
                     break
             self.folder, self.lock = folder, FileLock(folder / ".lock")
             self.lock.acquire(blocking=False)
@@ -268,6 +267,7 @@ class Logger:
         self.writer.add_text("hyperparameters", "param|value\n-|-" + "".join(f"\n{k}|{v}" for k, v in vars(args).items()))
         tqdm.monitor_interval = 0  # a failed draw keeps tqdm's lock, for which a monitor would hold up the end
         self.bar = tqdm(total=args.total_timesteps, initial=step, unit="step", dynamic_ncols=True, disable=not trains)
+        self.bar.miniters, self.bar.dynamic_miniters = 1, False  # else it stands still where learning slows the steps down
 
     def count(self, step: int, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid=1) -> None:
         """Add a step of each environment, where `valid` is 1, to its episode, which ends if `done`; all have to be finite."""
@@ -370,8 +370,9 @@ def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[st
                 other.unlink()
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
+            new.unlink(missing_ok=True)  # first: what is told may go to the same disk
+        with suppress(OSError):
             print(f"{Path(__file__).name}: warning: no checkpoint {path}: {error}".splitlines()[0], file=sys.stderr)
-            new.unlink(missing_ok=True)
 
 
 def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
@@ -441,8 +442,7 @@ if __name__ == "__main__":
     action_low, action_high = torch.tensor(bounds, dtype=torch.float32, device=device)
     action_scale, action_bias = action_high / 2 - action_low / 2, action_high / 2 + action_low / 2  # within float32
 
-    num_envs = args.num_envs
-    capacity, row_dim = 0 if args.evaluate else args.buffer_size // num_envs * num_envs, 2 * obs_dim + action_dim + 2
+    capacity, row_dim = 0 if args.evaluate else args.buffer_size // args.num_envs * args.num_envs, 2 * obs_dim + action_dim + 2
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
     if (needed := 4 * capacity * row_dim) > free:
         refuse(f"--buffer-size {capacity} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free")
@@ -468,9 +468,6 @@ if __name__ == "__main__":
     tensors |= {f"critic_target.params.{key}": tensor for key, tensor in critic_target.named_parameters()}
     losses: dict[str, Tensor] = {}
 
-    autotune, gamma, tau, batch_size = args.autotune, args.gamma, args.tau, args.batch_size
-    policy_frequency, target_network_frequency = args.policy_frequency, args.target_network_frequency
-
     def act(obs: Tensor) -> Tensor:
         """Actions for obs (num_envs, obs_dim), drawn from the policy: (num_envs, action_dim)."""
         with torch.no_grad():
@@ -480,12 +477,12 @@ if __name__ == "__main__":
 
     def update_critic(update_target: bool) -> Tensor:
         """One gradient step of the critics on a new batch, whose observations, (batch_size, obs_dim), it returns."""
-        obs, actions, rewards, terminated, next_obs = sample_batch(buffer, size, batch_size, obs_dim, action_dim)
+        obs, actions, rewards, terminated, next_obs = sample_batch(buffer, size, args.batch_size, obs_dim, action_dim)
         actions = (actions - action_bias) / action_scale
         with torch.no_grad():
             next_actions, next_log_prob = sample_actions(*actor(next_obs), action_scale)
             next_values = critic_target(next_obs, next_actions)
-            target = soft_target(rewards, terminated, next_values, next_log_prob, log_alpha.exp(), gamma)
+            target = soft_target(rewards, terminated, next_values, next_log_prob, log_alpha.exp(), args.gamma)
         qf_values = critic(obs, actions)
         qf_losses = critic_losses(qf_values, target)
         critic_optimizer.zero_grad()
@@ -496,7 +493,7 @@ if __name__ == "__main__":
         losses["qf_loss"] = qf_losses.detach().mean()
         if update_target:
             with torch.no_grad():
-                torch._foreach_lerp_(critic_target_params, critic_params, tau)
+                torch._foreach_lerp_(critic_target_params, critic_params, args.tau)
         return obs
 
     def update_actor(obs: Tensor) -> None:
@@ -508,7 +505,7 @@ if __name__ == "__main__":
         policy_loss.backward(inputs=actor_params)
         actor_optimizer.step()
         losses["actor_loss"] = policy_loss.detach()
-        if autotune:
+        if args.autotune:
             temperature_loss = alpha_loss(log_alpha, log_prob.detach(), -float(action_dim))
             alpha_optimizer.zero_grad()
             temperature_loss.backward()
@@ -518,7 +515,7 @@ if __name__ == "__main__":
     def update(with_actor: bool, with_target: bool) -> None:
         """One gradient step on a new batch."""
         obs = update_critic(with_target)
-        for _ in range(policy_frequency if with_actor else 0):
+        for _ in range(args.policy_frequency if with_actor else 0):
             update_actor(obs)
 
     def best_action(obs: np.ndarray) -> np.ndarray:
@@ -531,14 +528,14 @@ if __name__ == "__main__":
     if checkpoint:
         size.fill_(min(global_step, capacity))
         restore(tensors | ({"buffer": buffer[:global_step]} if args.resume else {}), checkpoint.pop("state"))
-        if not autotune:
+        if not args.autotune:
             log_alpha.detach().fill_(math.log(max(args.alpha, 1e-37)))
     first_update, last = updates, global_step >= args.total_timesteps or args.evaluate is not None
     logger = Logger(args, checkpoint["folder"] if args.resume else None, global_step, episodes, trains=not last)
     if args.capture_video and not last:
         videos = logger.folder / "videos" / (f"from_step_{global_step}" if args.resume else "")
         envs.envs[0] = gym.wrappers.RecordVideo(envs.envs[0], str(videos), disable_logger=True)
-    noise_seed, *env_seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(1 + num_envs).tolist()
+    noise_seed, *env_seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(1 + args.num_envs).tolist()
     envs.action_space.seed(noise_seed)
     obs[:] = envs.reset(seed=env_seeds)[0].reshape(obs.shape)
 
@@ -550,43 +547,46 @@ if __name__ == "__main__":
         logger.start = global_step, time.perf_counter()
         while not last:
             if global_step < args.learning_starts:
-                actions = envs.action_space.sample().reshape(num_envs, action_dim)
+                actions = envs.action_space.sample().reshape(args.num_envs, action_dim)
             else:
                 if updates == first_update:
                     logger.start = global_step, time.perf_counter()  # SPS counts from the first step that learns
                 actions = act(torch.from_numpy(obs).to(device, non_blocking=True)).cpu().numpy()  # sync: actions are due
-                owed += min(num_envs, global_step - args.learning_starts) * args.updates_per_step
+                owed += min(args.num_envs, global_step - args.learning_starts) * args.updates_per_step
 
             while owed > 0:
-                update(updates % policy_frequency == 0, updates % target_network_frequency == 0)
+                update(updates % args.policy_frequency == 0, updates % args.target_network_frequency == 0)
                 updates, owed = updates + 1, owed - 1
 
             row_obs[:], row_actions[:] = obs, actions  # before an environment changes them in place
             next_obs, rewards, terminated, truncated, infos = envs.step(actions.reshape(envs.action_space.shape))
-            global_step, done = global_step + num_envs, terminated | truncated
+            global_step, done = global_step + args.num_envs, terminated | truncated
 
             row_rewards[:, 0], row_terminated[:, 0] = rewards, terminated
             row_next_obs[:] = next_obs.reshape(obs.shape)
             if np.count_nonzero(done):
                 row_next_obs[done] = np.stack(infos["final_obs"][done]).reshape(-1, obs_dim)
             logger.count(global_step, actions, rewards, done, row.numpy(), next_obs)
-            position = (global_step - num_envs) % capacity
-            buffer[position : position + num_envs].copy_(row, non_blocking=global_step > args.learning_starts)
+            position = (global_step - args.num_envs) % capacity
+            buffer[position : position + args.num_envs].copy_(row, non_blocking=global_step > args.learning_starts)
             if global_step <= capacity:
                 size.fill_(global_step)
             obs[:] = next_obs.reshape(obs.shape)
 
             last = bool(stopping) or global_step >= args.total_timesteps
-            if last or global_step % args.log_every < num_envs:
-                logger.log(global_step, losses if updates >= first_update + policy_frequency else {})  # all are known
+            if last or global_step % args.log_every < args.num_envs:
+                logger.log(global_step, losses if updates >= first_update + args.policy_frequency else {})  # all are known
                 state = tensors | {"buffer": buffer[:global_step]}  # or all of it, once it is full
                 save_checkpoint(logger, last, [global_step, updates, owed, episodes], state)
 
         if args.evaluate or (args.eval_episodes and not stopping):
-            with suppress(BrokenPipeError):  # of a bar that nobody reads
+            try:
                 logger.bar.close()
                 stop_when_asked(stopping)
                 eval_returns.extend(evaluate(args, logger.folder, best_action))
+            except BrokenPipeError as error:  # of a bar that nobody reads, or of an environment
+                stopping.append(13)
+                warnings.warn(f"the evaluation has ended: {error}", stacklevel=1)
         stop_when_asked(stopping, first="the end of the logs")
     measured = {"total_timesteps": global_step, "updates": updates, "device": device.type, "eval_returns": eval_returns}
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}

@@ -9,8 +9,7 @@
 
 Paper: Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", arXiv:1812.05905 (2018).
 Run:   python leanrl/sac_continuous_action_seeds.py --seeds 1 2 3 4 --env-id HalfCheetah-v4 --compile --cudagraphs
-Twin:  leanrl/sac_continuous_action_torchcompile.py, which trains one agent. Each agent here computes what it does, from the
-       same initial state and in the same environments, but draws other random numbers when it learns and explores.
+Twin:  leanrl/sac_continuous_action_torchcompile.py, of one agent. Each here begins as it does, and draws other random numbers.
 Tags:  every place that differs from the twin opens with `# [seeds k]`; docs/tricks.md has a chapter on each k.
 """
 
@@ -327,11 +326,10 @@ class Logger:
         self.returns, self.lengths, self.stopping = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=np.int64), []
         name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         try:
-            Path("runs").mkdir(exist_ok=True)
             for number in range(1, 10**9) if folder is None else ():
                 with suppress(FileExistsError):  # of a run that started in the same second
                     folder = Path("runs", name if number == 1 else f"{name}_{number}")
-                    folder.mkdir()
+                    folder.mkdir(parents=True)
                     break
             self.folder, self.lock = folder, FileLock(folder / ".lock")
             self.lock.acquire(blocking=False)
@@ -349,6 +347,7 @@ class Logger:
         self.writer.add_text("hyperparameters", "param|value\n-|-" + "".join(f"\n{k}|{v}" for k, v in vars(args).items()))
         tqdm.monitor_interval = 0  # a failed draw keeps tqdm's lock, for which a monitor would hold up the end
         self.bar = tqdm(total=args.total_timesteps, initial=step, unit="step", disable=True)  # [seeds 4] Loggers has one
+        self.bar.miniters, self.bar.dynamic_miniters = 1, False  # else it stands still where learning slows the steps down
 
     def count(self, step: int, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid=1) -> None:
         """Add a step of each environment, where `valid` is 1, to its episode, which ends if `done`; all have to be finite."""
@@ -414,6 +413,7 @@ class Loggers:
         self.args, self.each = args, [Logger(own, folder, step, ended, trains) for own, folder, ended in given]
         self.folder, self.sps, self.lost, self.stopping = self.each[0].folder, None, [], []
         self.bar = tqdm(total=args.total_timesteps, initial=step, unit="step", dynamic_ncols=True, disable=not trains)
+        self.bar.miniters, self.bar.dynamic_miniters = 1, False  # else it stands still where learning slows the steps down
 
     def call(self, function: Callable[[int, Logger], None]) -> None:
         """Call a function with the index and the logger of each agent; one for which it exits is lost, and left out later."""
@@ -423,7 +423,8 @@ class Loggers:
                     function(index, logger)
             except SystemExit as error:
                 self.lost.append(logger)
-                tqdm.write(f"{error}; the agent of seed {logger.args.seed} is lost", file=sys.stderr)
+                with suppress(OSError):  # as where the bar cannot be drawn any more
+                    tqdm.write(f"{error}; the agent of seed {logger.args.seed} is lost", file=sys.stderr)
 
     def count(self, step: int, *arrays: np.ndarray) -> None:
         """Add a step of all environments to their agents' episodes."""
@@ -508,8 +509,9 @@ def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[st
                 other.unlink()
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
+            new.unlink(missing_ok=True)  # first: what is told may go to the same disk
+        with suppress(OSError):
             print(f"{Path(__file__).name}: warning: no checkpoint {path}: {error}".splitlines()[0], file=sys.stderr)
-            new.unlink(missing_ok=True)
 
 
 def of_each(args: Args) -> list[Args]:  # [seeds 5]
@@ -567,9 +569,9 @@ def restore(tensors: dict[str, Tensor], state: dict[str, Tensor]) -> None:
         tensors[name].detach().copy_(state[name])
 
 
-def make_own(args: Args, film: bool) -> gym.Env:  # [seeds 4]
-    """Build an environment; a worker, which multiprocessing has made, leaves signals to the process that it is of."""
-    for number in signal.valid_signals() & {1, 2, 15} if torch.multiprocessing.parent_process() else ():  # HUP, INT, TERM
+def make_own(trainer: int, args: Args, film: bool) -> gym.Env:  # [seeds 4]
+    """Build an environment; a worker leaves signals to the process that trains, which `trainer` is the number of."""
+    for number in signal.valid_signals() & {1, 2, 15} if os.getpid() != trainer else ():  # HUP, INT, TERM
         signal.signal(number, signal.SIG_IGN)
     return make_env(args, film)
 
@@ -613,18 +615,18 @@ if __name__ == "__main__":
     if any(own[:3] != progress[0][:3] for own in progress):
         refuse(f"--resume takes checkpoints of one step, got those of {', '.join(str(step) for step, *_ in progress)}")
     # Stepped in turn, each reset in the step that ends its episode. copy=False: an observation is copied once, into the row.
-    env_fns = [partial(make_own, args, args.capture_video and index == 0) for index in range(num_agents * args.num_envs)]
+    env_fns = [partial(make_own, os.getpid(), args, args.capture_video and i == 0) for i in range(num_agents * args.num_envs)]
     make_envs = gym.vector.AsyncVectorEnv if args.env_workers else SyncVectorEnv
     kill = atexit.register(lambda **_: [worker.kill() for worker in torch.multiprocessing.active_children()])  # [seeds 4]
     envs = make_envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
-    envs.close = kill if args.env_workers else envs.close  # without the answer to a step that a signal broke off
+    if args.env_workers:
+        envs.close = kill  # without the answer to a step that a signal broke off
     obs_dim, action_dim = math.prod(envs.single_observation_space.shape), math.prod(envs.single_action_space.shape)
     bounds = np.stack([envs.single_action_space.low.ravel(), envs.single_action_space.high.ravel()])
     action_low, action_high = torch.tensor(bounds, dtype=torch.float32, device=device)
     action_scale, action_bias = action_high / 2 - action_low / 2, action_high / 2 + action_low / 2  # within float32
 
-    num_envs = args.num_envs
-    capacity, row_dim = 0 if args.evaluate else args.buffer_size // num_envs * num_envs, 2 * obs_dim + action_dim + 2
+    capacity, row_dim = 0 if args.evaluate else args.buffer_size // args.num_envs * args.num_envs, 2 * obs_dim + action_dim + 2
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
     if (needed := 4 * num_agents * capacity * row_dim) > free:  # [seeds 2]
         refuse(f"--buffer-size {capacity} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free")
@@ -664,26 +666,23 @@ if __name__ == "__main__":
     losses |= {name: torch.zeros(num_agents, device=device) for name in names}
     streams = torch.zeros(num_agents, dtype=torch.int64, device=device)  # [seeds 3]
 
-    autotune, gamma, tau, batch_size = args.autotune, args.gamma, args.tau, args.batch_size
-    policy_frequency, target_network_frequency = args.policy_frequency, args.target_network_frequency
-
     def act(obs: Tensor) -> Tensor:
         """Actions for obs (num_envs, obs_dim), drawn from the policy: (num_envs, action_dim)."""
         with torch.no_grad():
-            mean, log_std = networks["actor"](obs.view(num_agents, num_envs, obs_dim))  # [seeds 2]
-            noise = normal(streams, num_envs, action_dim)  # [seeds 3]
+            mean, log_std = networks["actor"](obs.view(num_agents, args.num_envs, obs_dim))  # [seeds 2]
+            noise = normal(streams, args.num_envs, action_dim)  # [seeds 3]
             actions = torch.tanh(mean + log_std.exp() * noise).flatten(0, 1) * action_scale + action_bias
             return actions.nan_to_num().clamp(action_low, action_high)  # [seeds 4] those of a lost agent, too
 
     def update_critic(update_target: bool) -> Tensor:
         """One gradient step of the critics on a new batch, whose observations, (batch_size, obs_dim), it returns."""
-        draws = uniform(streams, batch_size)  # [seeds 3]
+        draws = uniform(streams, args.batch_size)  # [seeds 3]
         obs, actions, rewards, terminated, next_obs = sample_batch(draws, buffer, size, obs_dim, action_dim)
         actions = (actions - action_bias) / action_scale
         with torch.no_grad():
             next_actions, next_log_prob = sample_actions(streams, *actor(next_obs), action_scale)
             next_values = critic_target(next_obs, next_actions)
-            target = soft_target(rewards, terminated, next_values, next_log_prob, log_alpha.exp()[:, None], gamma)
+            target = soft_target(rewards, terminated, next_values, next_log_prob, log_alpha.exp()[:, None], args.gamma)
         qf_values = critic(obs, actions)
         qf_losses = critic_losses(qf_values, target[:, None])  # [seeds 2]
         (grad,) = torch.autograd.grad(qf_losses.sum(), critic.params)  # [fast 2] in the graph, where backward() is not
@@ -692,7 +691,7 @@ if __name__ == "__main__":
         last_losses.copy_(qf_losses.detach())
         losses["qf_loss"].copy_(qf_losses.detach().mean(dim=-1))
         if update_target:
-            critic_target.params.lerp_(critic.params.detach(), tau)  # [fast 2]
+            critic_target.params.lerp_(critic.params.detach(), args.tau)  # [fast 2]
         return obs
 
     def update_actor(obs: Tensor) -> None:
@@ -703,7 +702,7 @@ if __name__ == "__main__":
         (grad,) = torch.autograd.grad(policy_loss.sum(), actor.params)  # [fast 2] [seeds 2] the sum keeps agents apart
         adam_step(actor.state, grad, args.policy_lr)
         losses["actor_loss"].copy_(policy_loss.detach())  # [fast 3]
-        if autotune:
+        if args.autotune:
             temperature_loss = alpha_loss(log_alpha, log_prob.detach(), -float(action_dim))
             (grad,) = torch.autograd.grad(temperature_loss.sum(), log_alpha)  # [fast 2] [seeds 2]
             adam_step(alpha_state, grad, args.q_lr)
@@ -712,7 +711,7 @@ if __name__ == "__main__":
     def update(with_actor: bool, with_target: bool) -> None:
         """One gradient step on a new batch."""
         obs = update_critic(with_target)
-        for _ in range(policy_frequency if with_actor else 0):
+        for _ in range(args.policy_frequency if with_actor else 0):
             update_actor(obs)
 
     def best_action(obs: np.ndarray, agent: int) -> np.ndarray:  # [seeds 2]
@@ -726,7 +725,7 @@ if __name__ == "__main__":
         size.fill_(min(global_step, capacity))
         kept = tensors | ({"buffer": buffer[:, :global_step]} if args.resume else {})
         restore(of_agent(kept, index), checkpoint.pop("state"))
-        if not autotune:
+        if not args.autotune:
             log_alpha.detach().fill_(math.log(max(args.alpha, 1e-37)))
     first_update, last = updates, global_step >= args.total_timesteps or bool(args.evaluate)
     folders = [checkpoint["folder"] if args.resume else None for checkpoint in checkpoints] or [None] * num_agents
@@ -734,16 +733,16 @@ if __name__ == "__main__":
     if args.capture_video and not last:
         videos = logger.folder / "videos" / (f"from_step_{global_step}" if args.resume else "")
         envs.envs[0] = gym.wrappers.RecordVideo(envs.envs[0], str(videos), disable_logger=True)
-    drawn = [np.random.SeedSequence([seed, global_step]).generate_state(1 + num_envs).tolist() for seed in seeds]  # [seeds 1]
+    drawn = [np.random.SeedSequence([s, global_step]).generate_state(1 + args.num_envs).tolist() for s in seeds]  # [seeds 1]
     noise_seeds, env_seeds = [first for first, *_ in drawn], [seed for _, *others in drawn for seed in others]
-    action_space = gym.spaces.Tuple([gym.vector.utils.batch_space(envs.single_action_space, num_envs) for _ in seeds])
+    action_space = gym.spaces.Tuple([gym.vector.utils.batch_space(envs.single_action_space, args.num_envs) for _ in seeds])
     action_space.seed(noise_seeds)
     obs[:] = envs.reset(seed=env_seeds)[0].reshape(obs.shape)
 
     stopping, eval_returns, startup_seconds = logger.stopping, [], None
     with closing(envs), closing(logger), suppress(KeyboardInterrupt):
         stop_when_asked(stopping)
-        # [fast 1] The policy and the two halves of a gradient step are a graph each.
+        # [fast 1] The policy and the two halves of a gradient step are a graph each. One agent, measured: 1.38 times eager.
         if args.compile:
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --matmul-precision decides
             torch._dynamo.config.trace_autograd_ops = True  # [fast 2] the gradient, too, without a break
@@ -751,8 +750,8 @@ if __name__ == "__main__":
             torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes 5 s, from the cache 1 s
             act, update_critic, update_actor = (torch.compile(f, fullgraph=True) for f in (act, update_critic, update_actor))
         # [fast 4] A captured graph is launched at once; there is one for each kind of gradient step. Gain: to be measured.
-        steps = (0, 1, policy_frequency, target_network_frequency)  # among which are steps of all kinds
-        kinds = sorted({(step % policy_frequency == 0, step % target_network_frequency == 0) for step in steps})
+        steps = (0, 1, args.policy_frequency, args.target_network_frequency)  # among which are steps of all kinds
+        kinds = sorted({(step % args.policy_frequency == 0, step % args.target_network_frequency == 0) for step in steps})
         if cudagraphs:
             logging.getLogger("tensordict").setLevel(logging.WARNING)
             act = CudaGraphModule(act, warmup=5, device=device)
@@ -781,41 +780,44 @@ if __name__ == "__main__":
                 if updates == first_update:
                     logger.start = global_step, time.perf_counter()  # SPS counts from the first step that learns
                 actions = act(torch.from_numpy(obs).to(device, non_blocking=True)).cpu().numpy()  # sync: actions are due
-                owed += min(num_envs, global_step - args.learning_starts) * args.updates_per_step
+                owed += min(args.num_envs, global_step - args.learning_starts) * args.updates_per_step
 
             while owed > 0:
-                update(updates % policy_frequency == 0, updates % target_network_frequency == 0)
+                update(updates % args.policy_frequency == 0, updates % args.target_network_frequency == 0)
                 updates, owed = updates + 1, owed - 1
 
             row_obs[:], row_actions[:] = obs, actions  # before an environment changes them in place
             next_obs, rewards, terminated, truncated, infos = envs.step(actions.reshape(envs.action_space.shape))
-            global_step, done = global_step + num_envs, terminated | truncated
+            global_step, done = global_step + args.num_envs, terminated | truncated
 
             row_rewards[:, 0], row_terminated[:, 0] = rewards, terminated
             row_next_obs[:] = next_obs.reshape(obs.shape)
             if np.count_nonzero(done):
                 row_next_obs[done] = np.stack(infos["final_obs"][done]).reshape(-1, obs_dim)
             logger.count(global_step, actions, rewards, done, row.numpy(), next_obs)
-            position = (global_step - num_envs) % capacity
-            rows = row.view(num_agents, num_envs, row_dim)  # [seeds 2]
-            buffer[:, position : position + num_envs].copy_(rows, non_blocking=global_step > args.learning_starts)
+            position = (global_step - args.num_envs) % capacity
+            rows = row.view(num_agents, args.num_envs, row_dim)  # [seeds 2]
+            buffer[:, position : position + args.num_envs].copy_(rows, non_blocking=global_step > args.learning_starts)
             if global_step <= capacity:
                 size.fill_(global_step)
             obs[:] = next_obs.reshape(obs.shape)
 
             last = bool(stopping) or global_step >= args.total_timesteps or len(logger.lost) == num_agents  # [seeds 4]
-            if last or global_step % args.log_every < num_envs:
-                logger.log(global_step, losses if updates >= first_update + policy_frequency else {})  # all are known
+            if last or global_step % args.log_every < args.num_envs:
+                logger.log(global_step, losses if updates >= first_update + args.policy_frequency else {})  # all are known
                 state = tensors | {"buffer": buffer[:, :global_step]}  # or all of it, once it is full
                 save_checkpoints(logger, last, [global_step, updates, owed, episodes], state)
 
         if args.evaluate or (args.eval_episodes and not stopping):
-            with suppress(BrokenPipeError):  # of a bar that nobody reads
+            try:
                 logger.bar.close()
                 stop_when_asked(stopping)
                 for index, own in enumerate(logger.each):  # [seeds 4]
                     policy = partial(best_action, agent=index)
                     eval_returns.append([] if own in logger.lost else list(evaluate(own.args, own.folder, policy)))
+            except BrokenPipeError as error:  # of a bar that nobody reads, or of an environment
+                stopping.append(13)
+                warnings.warn(f"the evaluation has ended: {error}", stacklevel=1)
         stop_when_asked(stopping, first="the end of the logs")
     measured = {"total_timesteps": global_step, "updates": updates, "device": device.type, "eval_returns": eval_returns}
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}

@@ -230,11 +230,10 @@ class Logger:
         self.returns, self.lengths, self.stopping = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=np.int64), []
         name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
         try:
-            Path("runs").mkdir(exist_ok=True)
             for number in range(1, 10**9) if folder is None else ():
                 with suppress(FileExistsError):  # of a run that started in the same second
                     folder = Path("runs", name if number == 1 else f"{name}_{number}")
-                    folder.mkdir()
+                    folder.mkdir(parents=True)
                     break
             self.folder, self.lock = folder, FileLock(folder / ".lock")
             self.lock.acquire(blocking=False)
@@ -252,6 +251,7 @@ class Logger:
         self.writer.add_text("hyperparameters", "param|value\n-|-" + "".join(f"\n{k}|{v}" for k, v in vars(args).items()))
         tqdm.monitor_interval = 0  # a failed draw keeps tqdm's lock, for which a monitor would hold up the end
         self.bar = tqdm(total=args.total_timesteps, initial=step, unit="step", dynamic_ncols=True, disable=not trains)
+        self.bar.miniters, self.bar.dynamic_miniters = 1, False  # else it stands still where learning slows the steps down
 
     def count(self, step: int, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid=1) -> None:
         """Add a step of each environment, where `valid` is 1, to its episode, which ends if `done`; all have to be finite."""
@@ -354,8 +354,9 @@ def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[st
                 other.unlink()
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
+            new.unlink(missing_ok=True)  # first: what is told may go to the same disk
+        with suppress(OSError):
             print(f"{Path(__file__).name}: warning: no checkpoint {path}: {error}".splitlines()[0], file=sys.stderr)
-            new.unlink(missing_ok=True)
 
 
 def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
@@ -425,8 +426,7 @@ if __name__ == "__main__":
     action_low, action_high = torch.tensor(bounds, dtype=torch.float32, device=device)
     action_scale, action_bias = action_high / 2 - action_low / 2, action_high / 2 + action_low / 2  # within float32
 
-    num_envs = args.num_envs
-    capacity, row_dim = 0 if args.evaluate else args.buffer_size // num_envs * num_envs, 2 * obs_dim + action_dim + 2
+    capacity, row_dim = 0 if args.evaluate else args.buffer_size // args.num_envs * args.num_envs, 2 * obs_dim + action_dim + 2
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
     if (needed := 4 * capacity * row_dim) > free:
         refuse(f"--buffer-size {capacity} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free")
@@ -452,23 +452,20 @@ if __name__ == "__main__":
         tensors |= {f"{name}.params.{key}": tensor for key, tensor in module.named_parameters()}
     losses: dict[str, Tensor] = {}
 
-    gamma, tau, batch_size, policy_frequency = args.gamma, args.tau, args.batch_size, args.policy_frequency
-    policy_noise, noise_clip, exploration_noise = args.policy_noise, args.noise_clip, args.exploration_noise
-
     def act(obs: Tensor) -> Tensor:
         """Actions for obs (num_envs, obs_dim), the policy's with exploration noise: (num_envs, action_dim)."""
         with torch.no_grad():
             mean = actor(obs)
-            actions = (mean + exploration_noise * torch.randn_like(mean)) * action_scale + action_bias
+            actions = (mean + args.exploration_noise * torch.randn_like(mean)) * action_scale + action_bias
             return actions.clamp(action_low, action_high)
 
     def update_critic() -> Tensor:
         """One gradient step of the critics on a new batch, whose observations, (batch_size, obs_dim), it returns."""
-        obs, actions, rewards, terminated, next_obs = sample_batch(buffer, size, batch_size, obs_dim, action_dim)
+        obs, actions, rewards, terminated, next_obs = sample_batch(buffer, size, args.batch_size, obs_dim, action_dim)
         actions = (actions - action_bias) / action_scale
         with torch.no_grad():
-            next_actions = smooth(actor_target(next_obs), policy_noise, noise_clip)
-            target = td_target(rewards, terminated, critic_target(next_obs, next_actions), gamma)
+            next_actions = smooth(actor_target(next_obs), args.policy_noise, args.noise_clip)
+            target = td_target(rewards, terminated, critic_target(next_obs, next_actions), args.gamma)
 
         qf_values = critic(obs, actions)
         qf_losses = critic_losses(qf_values, target)
@@ -488,7 +485,7 @@ if __name__ == "__main__":
         actor_optimizer.step()
         losses["actor_loss"] = policy_loss.detach()
         with torch.no_grad():
-            torch._foreach_lerp_(target_params, actor_params + critic_params, tau)
+            torch._foreach_lerp_(target_params, actor_params + critic_params, args.tau)
 
     def update(with_actor: bool) -> None:
         """One gradient step on a new batch."""
@@ -511,7 +508,7 @@ if __name__ == "__main__":
     if args.capture_video and not last:
         videos = logger.folder / "videos" / (f"from_step_{global_step}" if args.resume else "")
         envs.envs[0] = gym.wrappers.RecordVideo(envs.envs[0], str(videos), disable_logger=True)
-    noise_seed, *env_seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(1 + num_envs).tolist()
+    noise_seed, *env_seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(1 + args.num_envs).tolist()
     envs.action_space.seed(noise_seed)
     obs[:] = envs.reset(seed=env_seeds)[0].reshape(obs.shape)
 
@@ -523,44 +520,47 @@ if __name__ == "__main__":
         logger.start = global_step, time.perf_counter()
         while not last:
             if global_step < args.learning_starts:
-                actions = envs.action_space.sample().reshape(num_envs, action_dim)
+                actions = envs.action_space.sample().reshape(args.num_envs, action_dim)
             else:
                 if updates == first_update:
                     logger.start = global_step, time.perf_counter()  # SPS counts from the first step that learns
                 actions = act(torch.from_numpy(obs).to(device, non_blocking=True)).cpu().numpy()  # sync: actions are due
                 # Gradient steps are paid for by agent steps, but not by the random ones.
-                owed += min(num_envs, global_step - args.learning_starts) * args.updates_per_step
+                owed += min(args.num_envs, global_step - args.learning_starts) * args.updates_per_step
 
             while owed > 0:
-                update(updates % policy_frequency == 0)
+                update(updates % args.policy_frequency == 0)
                 updates, owed = updates + 1, owed - 1
 
             row_obs[:], row_actions[:] = obs, actions  # before an environment changes them in place
             next_obs, rewards, terminated, truncated, infos = envs.step(actions.reshape(envs.action_space.shape))
-            global_step, done = global_step + num_envs, terminated | truncated
+            global_step, done = global_step + args.num_envs, terminated | truncated
 
             row_rewards[:, 0], row_terminated[:, 0] = rewards, terminated
             row_next_obs[:] = next_obs.reshape(obs.shape)
             if np.count_nonzero(done):
                 row_next_obs[done] = np.stack(infos["final_obs"][done]).reshape(-1, obs_dim)
             logger.count(global_step, actions, rewards, done, row.numpy(), next_obs)
-            position = (global_step - num_envs) % capacity
-            buffer[position : position + num_envs].copy_(row, non_blocking=global_step > args.learning_starts)
+            position = (global_step - args.num_envs) % capacity
+            buffer[position : position + args.num_envs].copy_(row, non_blocking=global_step > args.learning_starts)
             if global_step <= capacity:
                 size.fill_(global_step)
             obs[:] = next_obs.reshape(obs.shape)
 
             last = bool(stopping) or global_step >= args.total_timesteps
-            if last or global_step % args.log_every < num_envs:
-                logger.log(global_step, losses if updates >= first_update + policy_frequency else {})  # all are known
+            if last or global_step % args.log_every < args.num_envs:
+                logger.log(global_step, losses if updates >= first_update + args.policy_frequency else {})  # all are known
                 state = tensors | {"buffer": buffer[:global_step]}  # or all of it, once it is full
                 save_checkpoint(logger, last, [global_step, updates, owed, episodes], state)
 
         if args.evaluate or (args.eval_episodes and not stopping):
-            with suppress(BrokenPipeError):  # of a bar that nobody reads
+            try:
                 logger.bar.close()
                 stop_when_asked(stopping)
                 eval_returns.extend(evaluate(args, logger.folder, best_action))
+            except BrokenPipeError as error:  # of a bar that nobody reads, or of an environment
+                stopping.append(13)
+                warnings.warn(f"the evaluation has ended: {error}", stacklevel=1)
         stop_when_asked(stopping, first="the end of the logs")
     measured = {"total_timesteps": global_step, "updates": updates, "device": device.type, "eval_returns": eval_returns}
     measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}

@@ -112,7 +112,7 @@ STALE = {
         "target_network.params = nn.Parameter(q_network.params.detach().clone())",
     ),
     "kinds of gradient steps mixed up": ("sac_continuous_action", "graphs[kind]()", "graphs[kinds[0]]()"),
-    "a kind read from a number": ("td3_continuous_action", "if with_actor:", "if updates % policy_frequency == 0:"),
+    "a kind read from a number": ("td3_continuous_action", "if with_actor:", "if updates % args.policy_frequency == 0:"),
     "noise drawn by NumPy": ("td3_continuous_action", "torch.randn_like(mean)", "float(np.random.standard_normal())"),
 }
 # Statements in TD3's gradient step, and the call that is refused.

@@ -247,6 +247,17 @@ def test_a_run_whose_errors_nobody_reads_any_more_saves_and_ends(name, number, s
     assert json.loads(output)["total_timesteps"] == int(checkpoints(tmp_path)[-1].stem) > 0
 
 
+def test_an_evaluation_whose_errors_nobody_reads_prints_its_summary(tmp_path):
+    name = "td3_continuous_action"
+    play(name, *SHORT[name], "--save-model", directory=tmp_path)
+    process = start(name, tmp_path, "--no-cuda", "--env-id", "envs:Scripted-v0", "--evaluate", checkpoints(tmp_path)[0])
+    process.stderr.readline()  # which checkpoint it is
+    process.stderr.close()
+    output = process.stdout.read()
+    assert process.wait(timeout=60) == 141
+    assert len(json.loads(output)["eval_returns"]) < 10
+
+
 class FullDisk(io.StringIO):
     """Has room for what is written first."""
 

@@ -134,6 +134,11 @@ def test_a_simulator_that_dies_is_no_end_of_a_run(name, monkeypatch, tmp_path):
     def step(*_) -> None:
         raise BrokenPipeError("the simulator is gone")
 
+    run(name, "--env-id", "Pendulum-v1", *SHORT[name], "--save-model", directory=tmp_path)
     monkeypatch.setattr(PendulumEnv, "step", step)
     with pytest.raises(BrokenPipeError):
         run(name, "--env-id", "Pendulum-v1", *SHORT[name], directory=tmp_path)
+    # Evaluation has to tell it from a progress bar that nobody reads.
+    [path] = tmp_path.glob("runs/*/*.pt")
+    with pytest.warns(UserWarning, match="the evaluation has ended: the simulator is gone"), pytest.raises(SystemExit):
+        run(name, "--env-id", "Pendulum-v1", "--evaluate", path, directory=tmp_path)

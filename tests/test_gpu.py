@@ -169,7 +169,7 @@ def assert_noise_of_the_policy(run: dict) -> None:
             sample, expected = torch.atanh(unit), policy[1][0].exp()
         else:  # TD3: the exploration noise, cut at the bounds
             inside = unit.abs().amax(dim=0) < 1
-            sample, expected = unit, torch.full_like(policy[0], run["exploration_noise"])
+            sample, expected = unit, torch.full_like(policy[0], run["args"].exploration_noise)
     assert inside.any()
     ratio = sample.std(dim=0)[inside] / expected[inside]
     assert torch.all((ratio - 1).abs() < 4 / math.sqrt(2 * 1000)), ratio

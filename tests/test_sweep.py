@@ -80,13 +80,14 @@ for step, value in list(enumerate([*(step / 2 for step in range(1, 251)), float(
     if every := int(options.get("checkpoint-every", 0)):
         with (here / "steps.txt").open("a") as steps:
             steps.write(f"{step}\\n")
-        time.sleep(0.02)
+        time.sleep(0.1 if "slowly" in todo else 0.02)
+        if asked:
+            time.sleep(0.5)
         if step % every == 0 or asked:
             writer.flush()
             zipfile.ZipFile(Path(folder, "new"), "w").close()
             Path(folder, "new").rename(Path(folder, f"{step}.pt"))
         if asked:
-            time.sleep(0.5)
             sys.exit(143)
 writer.close()
 ballast = b"1" * 2**27
@@ -129,6 +130,25 @@ class House:
         """Start a sweep."""
         options |= {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         return subprocess.Popen(self.command(*args, seeds=seeds), **options)
+
+    def job(self, checkpoint_every: int, time_limit: float) -> Job:
+        """What a sweep would hand to submitit for the stand-in with seed 0."""
+        folder = self.path / "job"
+        folder.mkdir()
+        script = self.leanrl / "td3_continuous_action.py"
+        command = (sys.executable, str(script), "--env-id=A", "--seed=0", f"--checkpoint-every={checkpoint_every}")
+        return Job(folder, command, self.path / "cache", time_limit, resumable=True)
+
+    def start_job(self, job: Job) -> multiprocessing.Process:
+        """Run a job without a sweep."""
+        process = multiprocessing.get_context("spawn").Process(target=run_job, args=(job,))
+        process.start()
+        return process
+
+    def steps(self) -> list[str]:
+        """The steps that the stand-in has noted, with checkpoints only."""
+        path = self.leanrl / "steps.txt"
+        return path.read_text().split() if path.exists() else []
 
     def stand_ins(self) -> list[str]:
         """The stand-ins that run."""
@@ -233,19 +253,18 @@ def assert_nothing_is_missing_or_twice(curve: dict) -> None:
 
 
 def test_after_kill_9_runs_go_on_from_their_checkpoints(house):
-    moments, notes = random.Random(1), house.leanrl / "steps.txt"
-    notes.touch()
+    moments = random.Random(1)
     for _ in range(10):
-        noted = len(notes.read_text())
+        noted = len(house.steps())
         sweep = house.start("--checkpoint-every", "10", seeds=1)
-        assert wait_until(lambda noted=noted: len(notes.read_text()) > noted)
+        assert wait_until(lambda noted=noted: len(house.steps()) > noted)
         time.sleep(moments.uniform(0, 0.2))
         sweep.kill()
         sweep.wait()
         assert wait_until(lambda: not house.stand_ins())
     done = house.sweep("--checkpoint-every", "10", seeds=1)
     assert done.returncode == 0, done.stderr
-    steps = list(map(int, notes.read_text().split()))
+    steps = list(map(int, house.steps()))
     lost = [before - after + 1 for before, after in itertools.pairwise(steps) if after <= before]
     assert len(house.starts()) == 11
     assert max(lost) <= 10
@@ -257,56 +276,63 @@ def test_after_kill_9_runs_go_on_from_their_checkpoints(house):
     assert f"| {line['algorithm']}" not in done.stdout  # the table of speeds leaves it out
 
 
+@pytest.mark.parametrize("reader", ["", "gone"])  # Ctrl+C ends both of `./run.sh 2>&1 | tee log`
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_runs_that_end_in_order_lose_nothing_when_their_sweep_is_stopped(house, number):
-    notes = house.leanrl / "steps.txt"
+def test_runs_that_end_in_order_lose_nothing_when_their_sweep_is_stopped(house, number, reader):
     house.tell(0, "save!")
     sweep = house.start("--checkpoint-every", "100", seeds=1)
-    assert wait_until(lambda: notes.exists() and len(notes.read_text().split()) > 25)
+    assert wait_until(lambda: len(house.steps()) > 25)
+    if reader == "gone":
+        sweep.stderr.close()
     sweep.send_signal(number)
     sweep.communicate(timeout=30)
+    assert sweep.returncode == (-number if number == signal.SIGKILL else 130)
     assert wait_until(lambda: not house.stand_ins())
-    stopped = int(notes.read_text().split()[-1])
+    stopped = int(house.steps()[-1])
     assert 25 < stopped < 100
     done = house.sweep("--checkpoint-every", "100", seeds=1)
     assert done.returncode == 0, done.stderr
-    assert list(map(int, notes.read_text().split())) == list(range(1, 252))
+    assert list(map(int, house.steps())) == list(range(1, 252))
     assert [line["resumed"] for line in house.lines()] == [stopped]
 
 
 def test_a_run_that_takes_too_long_leaves_a_checkpoint(house):
-    house.tell(0, "save!")
-    script, notes = house.leanrl / "td3_continuous_action.py", house.leanrl / "steps.txt"
-    command = (sys.executable, str(script), "--env-id=A", "--seed=0", "--checkpoint-every=1000")
-    folder = house.path / "job"
-    folder.mkdir()
-    job = Job(folder, command, house.path / "cache", time_limit=2, resumable=True)
-    process = multiprocessing.get_context("spawn").Process(target=run_job, args=(job,))
-    process.start()
+    house.tell(0, "save slowly!")
+    job = house.job(checkpoint_every=1000, time_limit=8)
+    house.start_job(job).join(60)
+    assert json.loads((job.folder / "outcome.json").read_text())["reason"] == "took longer than 8 s"
+    [path] = job.folder.glob("runs/one/*.pt")
+    assert path.stem == house.steps()[-1]
+
+
+def test_what_slurm_signals_to_each_process_of_a_job_costs_no_checkpoint(house):
+    house.tell(0, "save slowly!")
+    job = house.job(checkpoint_every=1000, time_limit=60)
+    process = house.start_job(job)
+    assert wait_until(lambda: len(house.steps()) > 5)
+    [stand_in] = house.stand_ins()
+    os.kill(int(stand_in), signal.SIGUSR2)  # the time is nearly up
+    before = len(house.steps())
+    assert wait_until(lambda: len(house.steps()) > before + 1)
+    for _ in range(2):
+        process.terminate()
+        time.sleep(0.2)
     process.join(60)
-    assert json.loads((folder / "outcome.json").read_text())["reason"] == "took longer than 2 s"
-    [path] = folder.glob("runs/one/*.pt")
-    assert path.stem == notes.read_text().split()[-1]
+    [path] = job.folder.glob("runs/one/*.pt")
+    assert path.stem == house.steps()[-1]
 
 
 def test_a_job_that_slurm_puts_back_into_its_queue_goes_on_from_its_checkpoint(house):
     """It starts anew in the folder that it had."""
-    script, notes = house.leanrl / "td3_continuous_action.py", house.leanrl / "steps.txt"
-    command = (sys.executable, str(script), "--env-id=A", "--seed=1", "--checkpoint-every=10")
-    folder = house.path / "job"
-    folder.mkdir()
-    again = Job(folder, command, house.path / "cache", time_limit=60, resumable=True)
-    first = multiprocessing.get_context("spawn").Process(target=run_job, args=(again,))
-    first.start()
-    assert wait_until(lambda: notes.exists() and len(notes.read_text().split()) > 25)
+    job = house.job(checkpoint_every=10, time_limit=60)
+    first = house.start_job(job)
+    assert wait_until(lambda: len(house.steps()) > 25)
     first.kill()
     first.join()
     assert wait_until(lambda: not house.stand_ins())
-    (folder / "runs" / "one" / "999.pt").touch()  # a crash of the machine may leave a file without content
-    second = multiprocessing.get_context("spawn").Process(target=run_job, args=(again,))
-    second.start()
-    second.join(60)
-    outcome = json.loads((folder / "outcome.json").read_text())
+    (job.folder / "runs" / "one" / "999.pt").touch()  # a crash of the machine may leave a file without content
+    house.start_job(job).join(60)
+    outcome = json.loads((job.folder / "outcome.json").read_text())
     assert 20 <= outcome["resumed"] <= 250
     assert_nothing_is_missing_or_twice(outcome["curve"])
 
@@ -703,10 +729,10 @@ def test_a_sweep_on_slurm_takes_up_the_jobs_of_one_that_was_killed(house, cluste
 
 @on_slurm
 def test_a_run_that_slurm_requeues_goes_on_from_its_checkpoint(house, cluster):
-    environment, notes = os.environ | cluster, house.leanrl / "steps.txt"
+    environment = os.environ | cluster
     options = ("--cluster", "slurm", "--cores-per-job", "1", "--checkpoint-every", "10")
     process = house.start(*options, seeds=1, env=environment)
-    assert wait_until(lambda: notes.exists() and len(notes.read_text().split()) > 25)
+    assert wait_until(lambda: len(house.steps()) > 25)
     asked = {"env": environment, "capture_output": True, "text": True}
     [number] = subprocess.run(["squeue", "--me", "--noheader", "--array", "--format=%i"], **asked).stdout.split()
     assert subprocess.run(["scontrol", "requeue", number], **asked).returncode == 0
@@ -727,17 +753,17 @@ def test_a_run_that_slurm_requeues_goes_on_from_its_checkpoint(house, cluster):
 @on_slurm
 def test_ctrl_c_cancels_the_jobs_on_slurm(house, cluster):
     house.tell(0, "save!")
-    environment, notes = os.environ | cluster, house.leanrl / "steps.txt"
+    environment = os.environ | cluster
     options = ("--cluster", "slurm", "--cores-per-job", "1", "--checkpoint-every", "200")
     sweep = house.start(*options, seeds=1, env=environment)
-    assert wait_until(lambda: notes.exists() and len(notes.read_text().split()) > 25)
+    assert wait_until(lambda: len(house.steps()) > 25)
     sweep.send_signal(signal.SIGINT)
     assert sweep.wait(60) == 130
     squeue = ["squeue", "--noheader"]
     # A cancelled job is in the queue until its node has cleaned up after it.
     assert wait_until(lambda: not subprocess.run(squeue, env=environment, capture_output=True, check=True).stdout)
     assert not house.stand_ins()
-    assert [path.stem for path in house.folder.rglob("*.pt")] == notes.read_text().split()[-1:]
+    assert [path.stem for path in house.folder.rglob("*.pt")] == house.steps()[-1:]
 
 
 @pytest.mark.parametrize(
