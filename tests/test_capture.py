@@ -89,8 +89,8 @@ STALE = {
     ),
     "targets re-bound": (
         "td3_continuous_action",
-        "target.params.lerp_(network.params.detach(), tau)",
-        "target.params = nn.Parameter(target.params.lerp(network.params.detach(), tau))",
+        "target.params.lerp_(network.params.detach(), args.tau)",
+        "target.params = nn.Parameter(target.params.lerp(network.params.detach(), args.tau))",
     ),
     "losses re-bound": (
         "td3_continuous_action",
@@ -108,7 +108,7 @@ STALE = {
     ),
     "another network re-bound": (
         "dqn",
-        "target_network.params.lerp_(q_network.params.detach(), tau)",
+        "target_network.params.lerp_(q_network.params.detach(), args.tau)",
         "target_network.params = nn.Parameter(q_network.params.detach().clone())",
     ),
     "kinds of gradient steps mixed up": ("sac_continuous_action", "graphs[kind]()", "graphs[kinds[0]]()"),
