@@ -140,5 +140,7 @@ def test_a_simulator_that_dies_is_no_end_of_a_run(name, monkeypatch, tmp_path):
         run(name, "--env-id", "Pendulum-v1", *SHORT[name], directory=tmp_path)
     # Evaluation has to tell it from a progress bar that nobody reads.
     [path] = tmp_path.glob("runs/*/*.pt")
-    with pytest.warns(UserWarning, match="the evaluation has ended: the simulator is gone"), pytest.raises(SystemExit):
+    ended = pytest.warns(UserWarning, match="the evaluation has ended: the simulator is gone")
+    with ended, pytest.raises(SystemExit) as raised:
         run(name, "--env-id", "Pendulum-v1", "--evaluate", path, directory=tmp_path)
+    assert raised.value.code == 141
