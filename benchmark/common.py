@@ -1,4 +1,4 @@
-"""What the programs of this folder share: where things are, and how they refuse arguments that cannot work."""
+"""What the programs of this folder share: where things are, what they say, how they refuse arguments that cannot work."""
 
 import os
 import shutil

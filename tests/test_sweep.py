@@ -1,5 +1,6 @@
 """The benchmark survives what can happen to it: with a stand-in for a script, which takes no time, and all else real."""
 
+import fcntl
 import itertools
 import json
 import multiprocessing
@@ -20,6 +21,7 @@ import selection
 import tables
 from conftest import ROOT, SEEDS, make_commit
 from job import Job, run_job
+from places import wait_for_strays
 from slurm import SlurmUnavailable, slurm_cluster, wait_until
 
 # Prints a summary, after what the file named like its seed tells it to do, once or, with a trailing "!", each time. An object
@@ -509,6 +511,19 @@ def test_two_sweeps_in_one_folder_exclude_each_other(house):
     assert second.stderr.splitlines()[-1] == f"sweep.py: error: --folder {house.folder}: another sweep is at work there"
     first.send_signal(signal.SIGINT)
     assert first.wait(30) == 130
+
+
+def test_a_sweep_waits_for_the_runs_of_one_that_was_killed_and_says_so(tmp_path, capsys):
+    path = tmp_path / "running.lock"
+    with path.open("w") as stray:
+        fcntl.flock(stray, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit):
+            wait_for_strays(path, seconds=1.5)
+    told, refusal = capsys.readouterr().err.splitlines()
+    assert told == "waiting for the runs of a sweep that was killed to end"
+    assert refusal.endswith(f"error: runs of another sweep are still going on in {tmp_path}")
+    wait_for_strays(path)
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("number", "group"), [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, False)])
