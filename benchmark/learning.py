@@ -36,7 +36,7 @@ HEADLINE = {  # what the README shows of each algorithm
     "sac_continuous_action": "HalfCheetah-v4",
     "td3_continuous_action": "HalfCheetah-v4",
     "ppo_continuous_action": "HalfCheetah-v4",
-    "ppo_atari_envpool": "Breakout-v5",
+    "ppo_atari_envpool": "Pong-v5",
     "dqn": "CartPole-v1",
 }
 
