@@ -77,7 +77,8 @@ def reached_by_others(literature: list[dict], algorithm: str, env_id: str, sourc
     cells = []
     for line in fit:
         more = [line["steps"] if line["steps"] not in ENDS else "", line["note"]]
-        cells.append(f"{line['mean']:g} ± {line['spread']:g}" + "".join(f", {text}" for text in more if text))
+        name = line["about"].split(",")[0].split("'")[0] if source == "others" else ""
+        cells.append(f"{name} {line['mean']:g} ± {line['spread']:g}".strip() + "".join(f", {text}" for text in more if text))
     return "; ".join(cells)
 
 
@@ -170,24 +171,30 @@ def title_of(env_id: str, asked: int, curves: list[dict]) -> str:
 
 
 def draw(axis, curves: list[dict], key: str) -> None:
-    """Return against steps or time: single seeds thin, and the mean of those that are through, with its interval."""
+    """Return against steps: single seeds thin, and the mean of those that are through, with its interval. By time: each seed.
+
+    One seed took up to five times as long as another, by what else the machine had to do: at the same minute one is at its end
+    and another has yet to begin, and their mean would tell of the machine.
+    """
     scale = {"step": 1e6, "seconds": 60}[key]
     curves = [curve | {"seconds": at_work(curve)} for curve in curves]
     most = max(curve["step"][-1] for curve in curves)
     through = [curve for curve in curves if curve["step"][-1] >= THROUGH * most]
-    alone = through if len(through) == 1 else []
+    seeds = f"LeanRL, {len(through)} seed{'s' * (len(through) > 1)}"
+    each = len(through) == 1 or key == "seconds"
+    labels = {True: seeds if each else None, False: "LeanRL, under way"}
     for curve in curves:
-        style = {"color": COLOUR, "linewidth": 1.5, "label": "LeanRL, 1 seed"} if curve in alone else THIN
-        axis.plot(np.array(curve[key]) / scale, curve["episodic_return"], **style)
+        style = THIN | {"linestyle": "--"}
+        if curve in through:
+            style = {"color": COLOUR, "linewidth": 1.5 if len(through) == 1 else 0.9} if each else THIN
+        axis.plot(np.array(curve[key]) / scale, curve["episodic_return"], label=labels.pop(curve in through, None), **style)
     low, high = max(curve["step"][0] for curve in through), min(curve["step"][-1] for curve in through)
-    if alone or low >= high:
+    if each or low >= high:
         return
     grid = np.linspace(low, high, 100)
     values = np.stack([np.interp(grid, curve["step"], curve["episodic_return"]) for curve in through])
-    seconds = np.stack([np.interp(grid, curve["step"], curve["seconds"]) for curve in through])
-    x = (grid if key == "step" else seconds.mean(axis=0)) / scale
-    axis.plot(x, values.mean(axis=0), color=COLOUR, linewidth=2, label=f"LeanRL, {len(through)} seeds")
-    axis.fill_between(x, *interval(values), color=COLOUR, alpha=0.25, linewidth=0)
+    axis.plot(grid / scale, values.mean(axis=0), color=COLOUR, linewidth=2, label=seeds)
+    axis.fill_between(grid / scale, *interval(values), color=COLOUR, alpha=0.25, linewidth=0)
 
 
 def mark(axis, algorithm: str, env_id: str, key: str) -> None:
@@ -220,7 +227,7 @@ def plot_returns_of(algorithm: str, lines: list[dict], curves: list[dict]):
     kept = [(*key, drawn) for key, runs in groups.items() if (drawn := drawn_curves(runs, curves))]
     if not kept:
         return None
-    figure, axes = panels(2 * len(kept), f"{algorithm}: mean over seeds, 95 % bootstrap interval, single seeds")
+    figure, axes = panels(2 * len(kept), f"{algorithm}: mean over seeds, 95 % bootstrap interval; by time each seed")
     for row, (env_id, asked, drawn) in enumerate(kept):
         for axis, key in zip(axes[2 * row : 2 * row + 2], ("step", "seconds"), strict=True):
             draw(axis, drawn, key)

@@ -44,6 +44,7 @@ def test_returns_stand_beside_the_literature():
     first, second = table.split("\n")[2:4]
     assert first.startswith(f"| {TD3}, HalfCheetah-v4 | 1.00M | 2 | 9500 [9000, 10000] | 9000, 10000 | 9583 ± 126 |")
     assert "9637 ± 859, best of a run" in first
+    assert "Tianshou 10201 ± 773, best of a run" in first
     assert second.startswith(f"| {TD3}, Hopper-v4 | 0.30M of 1.00M | 1 | 500 | 500 | 3135 ± 360 |")
     assert table.endswith("\n\nA CPU; torch 2")
     behind = learning.returns_table([*runs[:2], line(3, 1.0, steps=900_000)])
