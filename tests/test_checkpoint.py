@@ -348,13 +348,15 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path, capfd):
     assert refusal(name, "--resume", empty, *arguments[1:]).startswith(f"--resume takes a {none_of(empty)}")
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, capfd):
-    (tmp_path / "runs").touch()  # in its place a file: not even root can write below it
+@pytest.mark.parametrize("link", [False, True])
+def test_a_folder_that_cannot_be_written_to_is_refused(link, tmp_path, capfd):
+    # In its place a file, below which not even root can write, or a link to a disk that is not there.
+    (tmp_path / "runs").symlink_to("nowhere") if link else (tmp_path / "runs").touch()
     name = "td3_continuous_action"
     with pytest.raises(SystemExit) as raised:
         play(name, *SHORT[name], "--save-model", directory=tmp_path)
     assert raised.value.code == 2
-    assert re.fullmatch(rf"{name}\.py: error: runs/\S+ cannot be written to: .*Not a directory: .*\n", capfd.readouterr().err)
+    assert re.fullmatch(rf"{name}\.py: error: runs/\S+ cannot be written to: .*(Not a|No such file or) directory: .*\n", capfd.readouterr().err)
 
 
 @pytest.fixture

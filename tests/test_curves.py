@@ -248,6 +248,14 @@ def test_the_scaling_table_shows_from_where_another_resource_binds():
     assert [axis.get_xlabel() for axis in figure.axes[:3]] == ["environments", "batch", "width"]
 
 
+@pytest.mark.parametrize(("key", "lines", "intervals"), [("step", 4, 1), ("seconds", 3, 0)])
+def test_a_mean_is_drawn_by_steps_and_each_seed_by_time(key, lines, intervals):
+    _, (axis,) = plots.panels(1, "")
+    learning.draw(axis, [curve("0", 1000), curve("1", 980), curve("2", 500)], key)
+    assert (len(axis.lines), len(axis.collections)) == (lines, intervals)
+    assert sorted(axis.get_legend_handles_labels()[1]) == ["LeanRL, 2 seeds", "LeanRL, under way"]
+
+
 def test_time_for_which_a_run_stood_still_is_left_out():
     stood = {"step": [100, 200, 300, 400, 500], "seconds": [20.0, 22.0, 24.0, 1024.0, 1027.0]}
     assert learning.at_work(stood).tolist() == pytest.approx([20, 22, 24, 26.5, 29.5])
