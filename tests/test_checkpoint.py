@@ -356,7 +356,9 @@ def test_a_folder_that_cannot_be_written_to_is_refused(link, tmp_path, capfd):
     with pytest.raises(SystemExit) as raised:
         play(name, *SHORT[name], "--save-model", directory=tmp_path)
     assert raised.value.code == 2
-    assert re.fullmatch(rf"{name}\.py: error: runs/\S+ cannot be written to: .*(Not a|No such file or) directory: .*\n", capfd.readouterr().err)
+    assert re.fullmatch(
+        rf"{name}\.py: error: runs/\S+ cannot be written to: .*(Not a|No such file or) directory: .*\n", capfd.readouterr().err
+    )
 
 
 @pytest.fixture
