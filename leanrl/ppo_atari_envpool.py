@@ -1,155 +1,267 @@
 # /// script
 # requires-python = ">=3.11,<3.14"
 # dependencies = [
-#     "torch>=2.11,<2.14", "tensordict>=0.15.3,<0.16", "gymnasium>=1.4,<1.5", "envpool==1.2.5", "numpy>=2,<3",
-#     "tyro>=1,<2", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "psutil>=6", "moviepy>=2,<3", "filelock>=3.15",
+#     "torch>=2.11,<2.14", "gymnasium>=1.4,<1.5", "envpool==1.2.5", "numpy>=2,<3", "tyro>=1,<2",
+#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.15",
 # ]
 # ///
-"""Proximal Policy Optimization (PPO) for Atari games, simulated by EnvPool.
+"""Proximal Policy Optimization (PPO) for Atari games of EnvPool: the eager script.
 
-Paper: Schulman et al., "Proximal Policy Optimization Algorithms", arXiv:1707.06347 (2017), with the details of Huang et
-       al., "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog Track (2022).
-Run:   python leanrl/ppo_atari_envpool.py --env-id Breakout-v5
-Twin:  leanrl/ppo_atari_envpool_torchcompile.py computes the same with torch.compile and CUDA graphs.
+Papers: Schulman et al., "Proximal Policy Optimization Algorithms", arXiv:1707.06347 (2017); Huang et al.,
+        "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog Track (2022).
+Run:    python ppo_atari_envpool.py --env-id Breakout-v5
+Twin:   ppo_atari_envpool_torchcompile.py computes the same, compiled and captured. Read their diff.
 
-Deviations from the paper and the details:
+Deviations from the papers:
 - the step that only resets a game, or goes on after a lost life, is no transition and is masked out;
 - a truncated game bootstraps from the value of its final observation.
 """
 
+import time
+
+START_TIME = time.perf_counter()  # the imports below are part of the start-up
+
 import json
 import math
-import os
 import re
 import signal
 import sys
-import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import envpool
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn.functional as F
 import tyro
 from filelock import FileLock, Timeout
 from gymnasium.utils.save_video import capped_cubic_video_schedule, save_video
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+# ---- Arguments ---------------------------------------------------------------------------------------------
+Index = Annotated[int, Field(ge=0, lt=2**63)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-# ---- Arguments -------------------------------------------------------------------------------------------------------
+
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
-    seed: int = 1  # seed of the experiment
+    seed: Index = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: also bfloat16 on the CPU
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: bfloat16
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
-    capture_video: bool = False  # record videos of games of the first environment under runs/<run>/videos
+    capture_video: bool = False  # record videos of the first environment under runs/<run>/videos
     save_model: bool = False  # write a checkpoint at the end
-    checkpoint_every: int | None = None  # agent steps between two checkpoints, of which the newest two are kept
-    resume: Path | None = None  # go on with the run of this checkpoint, or of the newest in this folder
-    evaluate: Path | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: int | None = None  # how many episodes to evaluate the agent over at the end; 10 with --evaluate
+    checkpoint_every: Count | None = None  # agent steps between two checkpoints; the newest two are kept
+    resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
+    evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
+    eval_episodes: Count | None = None  # evaluate over so many episodes at the end; 10 with --evaluate
 
     env_id: str = "Breakout-v5"  # the id of the game: any Atari game of EnvPool
-    total_timesteps: int = 10_000_000  # agent steps in all, over all environments; a rollout beyond them is left out
-    learning_rate: float = 2.5e-4  # the learning rate at the start
-    num_envs: int = 8  # the number of parallel environments
-    env_threads: int = 0  # the number of threads that step the environments; 0 lets EnvPool choose
-    num_steps: int = 128  # the steps of each environment in a rollout
+    total_timesteps: Count = 10_000_000  # agent steps in all; a rollout beyond them is left out
+    learning_rate: NonNegative = 2.5e-4  # the learning rate at the start
+    num_envs: Count = 8  # the number of parallel environments
+    env_threads: Index = 0  # the number of threads that step the environments; 0 lets EnvPool choose
+    num_steps: Count = 128  # the steps of each environment in a rollout
     anneal_lr: bool = True  # let the learning rate fall linearly to zero
-    gamma: float = 0.99  # the discount factor
-    gae_lambda: float = 0.95  # lambda of the generalised advantage estimate
-    num_minibatches: int = 4  # the number of minibatches that a rollout is divided into
-    update_epochs: int = 4  # how often a rollout is learnt from
+    gamma: Fraction = 0.99  # the discount factor
+    gae_lambda: Fraction = 0.95  # lambda of the generalised advantage estimate
+    num_minibatches: Count = 4  # the number of minibatches that a rollout is divided into
+    update_epochs: Count = 4  # how often a rollout is learnt from
     norm_adv: bool = True  # normalise the advantages of each minibatch
-    clip_coef: float = 0.1  # the bound on the ratio of probabilities, as a distance from 1
+    clip_coef: NonNegative = 0.1  # the bound on the ratio of probabilities, as a distance from 1
     clip_vloss: bool = True  # clip the value loss, too
-    ent_coef: float = 0.01  # the weight of the entropy
-    vf_coef: float = 0.5  # the weight of the value loss
-    max_grad_norm: float = 0.5  # the norm that gradients are clipped to
-    target_kl: float | None = None  # stop learning from a rollout after the epoch in which the KL divergence passes this
+    ent_coef: NonNegative = 0.01  # the weight of the entropy
+    vf_coef: NonNegative = 0.5  # the weight of the value loss
+    max_grad_norm: NonNegative = 0.5  # the norm that gradients are clipped to
+    target_kl: NonNegative | None = None  # end learning from a rollout after the epoch whose KL passes this
 
 
-def check_args(args: Args) -> None:
-    """Refuse values that cannot work, before anything is started."""
-    batch_size = args.num_envs * args.num_steps
-    counts = ("checkpoint_every", "eval_episodes", "num_envs", "num_steps", "num_minibatches", "update_epochs")
-    amounts = ("learning_rate", "clip_coef", "ent_coef", "vf_coef", "max_grad_norm", "target_kl")
-    ranges = {
-        "seed": (0, 2**63 - 1),
-        "env_threads": (0, 2**31 - 1),
-        **dict.fromkeys(counts, (1, math.inf)),
-        "total_timesteps": (0 if args.evaluate else batch_size, math.inf),
-        **dict.fromkeys(amounts, (0, math.inf)),
-        **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
-    }
-    for name, (low, high) in ranges.items():
-        value = getattr(args, name)
-        if value is not None and (not low <= value <= high or value == math.inf):
-            refuse(f"--{name.replace('_', '-')} takes a number from {low} to {high}, got {value}")
-    if not args.evaluate and (batch_size % args.num_minibatches or batch_size == args.num_minibatches * args.norm_adv):
-        refuse(f"--num-minibatches takes a divisor of {batch_size}, with --norm-adv a smaller one, got {args.num_minibatches}")
+def parse_args() -> Args:
+    """Read the command line; values that cannot work end the program with one line and status 2."""
+    args = tyro.cli(Args)
+    try:
+        TypeAdapter(Args).validate_python(vars(args))
+    except ValidationError as invalid:
+        error = invalid.errors()[0]
+        refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
     if args.resume and args.evaluate:
         refuse("--resume and --evaluate exclude each other")
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
+        refuse(f"--num-minibatches takes a smaller divisor of {batch_size}, got {args.num_minibatches}")
+    if not args.evaluate and args.total_timesteps < batch_size:
+        refuse(f"--total-timesteps has to hold a rollout of {batch_size}, got {args.total_timesteps}")
+    return args
 
 
 def refuse(message: str) -> NoReturn:
-    """Tell what is wrong with the arguments in one line on standard error and leave with exit status 2."""
-    print(f"{Path(__file__).name}: error: {' '.join(message.split())[:1000]}", file=sys.stderr)
-    raise SystemExit(2)
+    """Tell in one line on standard error what is wrong with the arguments, and exit with status 2."""
+    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
 
 
-# ---- Environment -----------------------------------------------------------------------------------------------------
-def make_envs(args: Args, step: int = 0, learning: bool = True) -> gym.Env:
-    """Build the games, stepped at once by EnvPool; each goes on or anew in the step after a lost life or an end.
+# ---- Run: folder, logs, checkpoints, signals, evaluation ---------------------------------------------------
+def open_folder(args: Args, checkpoint: dict) -> tuple[Path, FileLock]:
+    """The folder of a run, locked: that of the checkpoint to resume, or else a new one under `runs/`."""
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
+    folder = checkpoint["file"].parent if args.resume else Path("runs") / re.sub(r"[^\w.=-]", "_", name)
+    folder.mkdir(parents=True, exist_ok=bool(args.resume))
+    try:
+        return folder, FileLock(folder / ".lock").acquire(timeout=0)
+    except Timeout:
+        refuse(f"--resume: a run is at work in {folder}")
 
-    Observations are the last four frames, (4, 84, 84) of uint8; rewards are clipped to their sign, but not for evaluation (not
-    `learning`), and `info["reward"]` is the game's own. A lost life looks like an end, also in evaluation: EnvPool serves the
-    next ball only then. `step`, where training begins, makes a resumed run play other games. Exits with status 2 where there
-    is no such game.
+
+def open_logs(args: Args, folder: Path, step: int) -> tuple[SummaryWriter, tqdm]:
+    """Start the TensorBoard log, with --track also Weights & Biases, and the progress bar."""
+    if args.track:
+        import wandb
+
+        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
+        wandb.init(**run, id=folder.name[-64:], name=folder.name, resume="allow", sync_tensorboard=True)
+    writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume else None)  # later entries go
+    table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
+    writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
+    bar = tqdm(total=args.total_timesteps, initial=step, unit="step", miniters=1, disable=bool(args.evaluate))
+    return writer, bar
+
+
+def log_losses(writer: SummaryWriter, step: int, losses: dict[str, Tensor]) -> None:
+    """Write the mean of each loss; one that is not finite ends the run."""
+    means = torch.stack([loss.mean() for loss in losses.values()]).tolist()  # sync
+    for name, mean in zip(losses, means, strict=True):
+        writer.add_scalar(f"losses/{name}", mean, step)
+        if not math.isfinite(mean):
+            sys.exit(f"{Path(__file__).name}: error: {name} is {mean} at step {step}")
+
+
+def save_checkpoint(args: Args, writer: SummaryWriter, state: dict, progress: list, **tensors) -> None:
+    """Write `<folder>/<step>.pt`, whole or not at all, and keep the newest two. The step is `progress[0]`."""
+    writer.flush()  # so that the curves of a run that is killed have no gap
+    folder, checkpoint = Path(writer.log_dir), {name: item.state_dict() for name, item in state.items()}
+    checkpoint |= {"args": {"script": Path(__file__).stem, **asdict(args)}, "progress": progress, **tensors}
+    torch.save(checkpoint, folder / "checkpoint.new")
+    (folder / "checkpoint.new").replace(folder / f"{progress[0]}.pt")
+    for outdated in sorted(folder.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-2]:
+        outdated.unlink()
+
+
+def load_checkpoint(args: Args) -> dict:
+    """Read the checkpoint to resume or evaluate, the newest of a folder; nothing in it is executed."""
+    path = Path(args.resume or args.evaluate)
+    file = max(path.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns, default=path)
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        args_before = checkpoint["args"]
+    except Exception as error:  # torch.load raises what it likes where a file is none of its own
+        refuse(f"{file} is not a checkpoint: {type(error).__name__}")
+    fixed = ("script", "env_id", "seed", "num_envs", "buffer_size") if args.resume else ("env_id",)
+    for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
+        before = args_before.get(name, value)
+        if before != value and name in fixed:
+            refuse(f"{file} is of {name} {before}, not {value}")
+        if before != value and args.resume and name != "resume":
+            print(f"--{name.replace('_', '-')} {value} from here on, it was {before}", file=sys.stderr)
+    return checkpoint | {"file": file}
+
+
+def load_states(state: dict, checkpoint: dict) -> None:
+    """Give modules and optimizers their states back; settings of an optimizer are those of the arguments."""
+    for name, item in state.items():
+        settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
+        item.load_state_dict(checkpoint[name] | settings)
+
+
+def stop_on_signals() -> list[int]:
+    """The list to which Ctrl+C, SIGTERM and SIGHUP add their numbers; the same one again ends at once."""
+    received = []
+
+    def note(number: int, _) -> None:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, note)
+    return received
+
+
+def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) -> list[float]:
+    """Play whole episodes with a policy from an observation to an action; gives the return of each."""
+    returns = []
+    seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10)
+    for seed in tqdm(seeds.tolist(), desc="evaluation", unit="episode"):
+        obs, info = env.reset(seed=seed)
+        while "episode" not in info and not stopping:
+            obs, _, _, _, info = env.step(policy(obs))
+        returns += [float(info["episode"]["r"])] if "episode" in info else []
+    env.close()
+    return returns
+
+
+# ---- Environment -------------------------------------------------------------------------------------------
+class Games(gym.Wrapper):
+    """EnvPool's games, with the returns of whole games in the infos, the first one filmed into `videos`."""
+
+    def __init__(self, games: gym.Env, num_envs: int, videos: Path | None):
+        super().__init__(games)
+        self.returns, self.lengths, self.valid = np.zeros(num_envs), np.zeros(num_envs, dtype=int), True
+        self.videos, self.frames, self.game = videos, [], 0
+
+    def reset(self, **_) -> tuple:
+        return self.env.reset()  # EnvPool was given the seeds when it made the games
+
+    def step(self, actions: np.ndarray) -> tuple:
+        obs, rewards, terminated, truncated, info = self.env.step(actions)
+        self.returns += info["reward"]  # not clipped
+        self.lengths += self.valid
+        self.valid = ~(terminated | truncated)
+        info["_episode"] = over = (info["terminated"] > 0) | truncated
+        if np.count_nonzero(over):
+            info["episode"] = {"r": self.returns.copy(), "l": self.lengths.copy()}
+            self.returns[over], self.lengths[over] = 0, 0
+        if self.videos and capped_cubic_video_schedule(self.game) and len(self.frames) < 3000:
+            self.frames.append(self.env.render(env_ids=[0])[0])
+        if self.videos and over[0]:
+            save_video(self.frames, str(self.videos), fps=15, episode_index=self.game)
+            self.frames, self.game = [], self.game + 1
+        return obs, rewards, terminated, truncated, info
+
+
+def make_envs(args: Args, step: int, videos: Path | None = None, learning: bool = True) -> Games:
+    """Build the games, all stepped by EnvPool; the step after a lost life or an end only goes on or anew.
+
+    Observations are the last four frames, (num_envs, 4, 84, 84), uint8; if `learning`, rewards are signs.
+    A lost life looks like an end, also in evaluation: EnvPool serves the next ball only then. By `step`,
+    where training begins, a run that goes on plays other games.
     """
     if envpool.registration.registry.specs.get(args.env_id, ("",))[0] != "envpool.atari":
-        refuse(f"--env-id takes an Atari game of EnvPool, such as Breakout-v5, got {args.env_id}")
-    # EnvPool would give environment i the seed plus i: runs with seeds 1 and 2 would share all but one. It takes 31 bits.
-    seeds = (np.random.SeedSequence([args.seed, step, not learning]).generate_state(args.num_envs) >> 1).tolist()
-    options = {"seed": seeds, "num_threads": args.env_threads, "render_mode": "rgb_array" if args.capture_video else None}
-    options |= {"episodic_life": True, "reward_clip": learning}
-    try:
-        return envpool.make(args.env_id, env_type="gymnasium", num_envs=args.num_envs, **options)
-    except Exception as error:
-        refuse(f"--env-id: cannot make {args.env_id}: {type(error).__name__}: {error}")
+        refuse(f"--env-id takes an Atari game of EnvPool, such as Breakout-v5, not {args.env_id}")
+    # From one seed EnvPool would count up: runs with seeds 1 and 2 would share all games but one.
+    seeds = (
+        np.random.SeedSequence([args.seed, step, not learning]).generate_state(args.num_envs) >> 1
+    )  # 31 bits
+    options = {"seed": seeds.tolist(), "num_threads": args.env_threads, "env_type": "gymnasium"}
+    options |= {
+        "render_mode": "rgb_array" if videos else None,
+        "episodic_life": True,
+        "reward_clip": learning,
+    }
+    return Games(envpool.make(args.env_id, num_envs=args.num_envs, **options), args.num_envs, videos)
 
 
-def film(envs: gym.Env, folder: Path) -> None:
-    """Have `envs.step` film games 0, 1, 8, 27, ... 1000, 2000, ... of the first environment, 3000 frames each at most."""
-    frames, game, step = [], 0, envs.step
-
-    def filming_step(actions: np.ndarray) -> tuple:
-        nonlocal game
-        result = step(actions)
-        if capped_cubic_video_schedule(game) and len(frames) < 3000:
-            frames.append(envs.render(env_ids=[0])[0])
-        if result[4]["terminated"][0] > 0 or result[3][0]:
-            save_video(frames, str(folder), fps=15, episode_index=game)
-            frames.clear()
-            game += 1
-        return result
-
-    envs.step = filming_step
-
-
-# ---- Networks --------------------------------------------------------------------------------------------------------
+# ---- Networks ----------------------------------------------------------------------------------------------
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
     """Initialise a layer in place: orthogonal weights with gain `std`, no bias. Returns the layer."""
     nn.init.orthogonal_(layer.weight, std)
@@ -158,7 +270,7 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
 
 
 class Agent(nn.Module):
-    """Policy and value function on one trunk: (batch, 84, 84, 4) of uint8 to logits (batch, actions) and value (batch,)."""
+    """Policy and value: (batch, 84, 84, 4) of uint8 to logits (batch, actions) and values (batch,)."""
 
     def __init__(self, num_actions: int, device: torch.device):
         super().__init__()
@@ -182,427 +294,205 @@ class Agent(nn.Module):
         return self.actor(hidden), self.critic(hidden).squeeze(-1)
 
 
-# ---- Algorithm -------------------------------------------------------------------------------------------------------
-def sample_actions(logits: Tensor) -> Tensor:
-    """Actions (batch,) drawn in proportion to exp(logits), (batch, actions), by the Gumbel-max trick."""
-    return (logits - torch.empty_like(logits).exponential_().log()).argmax(dim=-1)
-
-
-def discounted_sums(x: Tensor, discounts: Tensor) -> Tensor:
-    """y_t = x_t + discounts_t y_{t+1} with y_T = 0, along the first of two dimensions, (T, n).
-
-    By doubling: after round k, y_t holds the first 2^k terms of its sum. Log2(T) rounds take 0.2 ms where a loop over 2048
-    steps takes 9 ms, and a compiler need not unroll them.
-    """
-    y, shift = x, 1
-    while shift < len(x):
-        y = y + discounts * F.pad(y[shift:], (0, 0, 0, shift))
-        discounts = discounts * F.pad(discounts[shift:], (0, 0, 0, shift))
-        shift *= 2
-    return y
-
-
-def gae(rewards: Tensor, values: Tensor, terminated: Tensor, valid: Tensor, gamma: float, gae_lambda: float) -> Tensor:
-    """Generalised advantage estimates, (T, n) (Schulman et al., arXiv:1506.02438, equation 16); 0 where a row is not valid.
-
-    rewards, terminated: (T, n). values, valid: (T + 1, n), with the observation after the last step. A row is not valid
-    where its step only reset the environment, or went on after a lost life: the recursion stops on both sides of it. Such a
-    row's observation is the final one of the episode before, and a truncated episode bootstraps from its value.
-    """
-    deltas = rewards + gamma * (1 - terminated) * values[1:] - values[:-1]
-    return discounted_sums(valid[:-1] * deltas, gamma * gae_lambda * valid[:-1] * valid[1:])
-
-
 def categorical_log_prob(actions: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of actions (batch,) and entropies, both (batch,) in nats, under logits (batch, actions)."""
+    """Log-probabilities of actions (batch,) and entropies, both (batch,), under logits (batch, actions)."""
     log_probs = logits.log_softmax(dim=-1)
     return log_probs.gather(-1, actions[:, None]).squeeze(-1), -(log_probs.exp() * log_probs).sum(dim=-1)
 
 
-def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
-    """Mean of x over the rows with valid = 1, 0-dim; 0 if there are none. Both (batch,)."""
-    return (x * valid).sum() / valid.sum().clamp(min=1)
-
-
-def normalise(advantages: Tensor, valid: Tensor) -> Tensor:
-    """Advantages less their mean over their standard deviation, both over the valid rows; (batch,) like its arguments."""
-    centred = advantages - masked_mean(advantages, valid)
-    variance = (centred.square() * valid).sum() / (valid.sum() - 1).clamp(min=1)
-    return centred / (variance.sqrt() + 1e-8)
-
-
-def policy_loss(log_ratio: Tensor, advantages: Tensor, valid: Tensor, clip_coef: float) -> Tensor:
-    """Clipped surrogate objective, negated, 0-dim, from (batch,) each (PPO, equation 7)."""
-    ratio = log_ratio.exp()
-    return masked_mean(torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)), valid)
-
-
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None) -> Tensor:
-    """Half the mean squared error of values, 0-dim, from (batch,) each; clip_coef bounds what a move from old_values gains."""
-    errors = (values - returns).square()
-    if clip_coef is not None:
-        clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
-        errors = torch.maximum(errors, (clipped - returns).square())
-    return 0.5 * masked_mean(errors, valid)
-
-
-def kl_metrics(log_ratio: Tensor, valid: Tensor, clip_coef: float) -> dict[str, Tensor]:
-    """How far the policy has moved since the rollout, 0-dim each, from (batch,).
-
-    Two estimates of the KL divergence in nats (k1 and k3 of Schulman, "Approximating KL Divergence", 2020), and the
-    fraction of ratios beyond the clip.
-    """
-    ratio = log_ratio.exp()
-    return {
-        "old_approx_kl": masked_mean(-log_ratio, valid),
-        "approx_kl": masked_mean(ratio - 1 - log_ratio, valid),
-        "clipfrac": masked_mean(((ratio - 1).abs() > clip_coef).float(), valid),
-    }
-
-
-def explained_variance(values: Tensor, returns: Tensor, valid: Tensor) -> Tensor:
-    """The share of the variance of the returns that the values explain, 0-dim, from (batch,) each; at most 1."""
-    error = returns - values
-    error_variance = masked_mean((error - masked_mean(error, valid)).square(), valid)
-    variance = masked_mean((returns - masked_mean(returns, valid)).square(), valid)
-    return 1 - error_variance / variance.clamp(min=1e-8)
-
-
-def adam_tensors(name: str, params: dict[str, Tensor], optimizer: optim.Adam) -> dict[str, Tensor]:
-    """Make Adam's moments and step counts ahead, of zeros; returns all by name: <name>.exp_avg.<parameter> and so on."""
-    for param in params.values():
-        moments = {kind: torch.zeros_like(param) for kind in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[param] = moments | {"step": torch.zeros((), device=param.device)}
-    states = {key: {"params": param, **optimizer.state[param]} for key, param in params.items()}
-    return {f"{name}.{kind}.{key}": tensor for key, state in states.items() for kind, tensor in state.items()}
-
-
-# ---- Logging ---------------------------------------------------------------------------------------------------------
-class Logger:
-    """A run's folder with its TensorBoard log, under --track also on Weights & Biases; episodes; progress bar; run summary."""
-
-    def __init__(self, args: Args, folder: Path | None, step: int, episodes: list, trains: bool):
-        self.args, self.episodes, self.logged, self.saved_step, self.sps = args, episodes, len(episodes), step, None
-        self.returns, self.lengths, self.stopping = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=np.int64), []
-        name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
-        try:
-            for number in range(1, 10**9) if folder is None else ():
-                with suppress(FileExistsError):  # of a run that started in the same second
-                    folder = Path("runs", name if number == 1 else f"{name}_{number}")
-                    os.makedirs(folder)
-                    break
-            self.folder, self.lock = folder, FileLock(folder / ".lock")
-            self.lock.acquire(blocking=False)
-        except (OSError, NotImplementedError) as error:
-            refuse(f"{folder or 'runs'} cannot be written to: {'a run is at work' if isinstance(error, Timeout) else error}")
-        if args.track:
-            run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name, "resume": "allow"}
-            try:
-                import wandb
-
-                wandb.init(**run, id=folder.name[-64:], config=asdict(args), sync_tensorboard=True, save_code=True)
-            except Exception as error:  # such as a missing login
-                refuse(f"--track cannot start Weights & Biases: {error}")
-        self.writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume and trains else None)  # later logs go
-        self.writer.add_text("hyperparameters", "param|value\n-|-" + "".join(f"\n{k}|{v}" for k, v in vars(args).items()))
-        tqdm.monitor_interval = 0  # a failed draw keeps tqdm's lock, for which a monitor would hold up the end
-        self.bar = tqdm(total=args.total_timesteps, initial=step, unit="step", dynamic_ncols=True, disable=not trains)
-        self.bar.miniters, self.bar.dynamic_miniters = 1, False  # else it stands still where learning slows the steps down
-
-    def count(self, step: int, actions: np.ndarray, rewards: np.ndarray, done: np.ndarray, *obs: np.ndarray, valid=1) -> None:
-        """Add a step of each environment, where `valid` is 1, to its episode, which ends if `done`; all have to be finite."""
-        for array in (rewards, *obs) if math.isfinite(np.vdot(actions, actions)) else ():  # else the losses will tell
-            if not math.isfinite(np.vdot(array, array)):  # 0.4 us; np.isfinite(array).all() takes 1.6
-                for index, *_ in np.argwhere(~np.isfinite(array)):
-                    raise SystemExit(f"{Path(__file__).name}: error: environment {index}, step {step}: a number is not finite")
-        self.returns += rewards
-        self.lengths += valid
-        if np.count_nonzero(done):  # 0.2 us; done.any() takes 1.3
-            self.episodes += [(step, float(self.returns[i]), int(self.lengths[i])) for i in np.flatnonzero(done)]
-            self.returns[done], self.lengths[done] = 0, 0
-
-    def log(self, step: int, metrics: dict[str, Tensor], **charts: float) -> None:
-        """Write new episodes, the means of metrics, and charts. A metric that is not finite ends the run."""
-        values = torch.stack([metric.mean() for metric in metrics.values()]).tolist() if metrics else []  # sync: one for all
-        self.sps = (step - self.start[0]) / (time.perf_counter() - self.start[1])
-        scalars = [(f"losses/{name}", value, step) for name, value in zip(metrics, values, strict=True)]
-        scalars += [(f"charts/{name}", value, step) for name, value in {**charts, "SPS": self.sps}.items()]
-        for end, value, length in self.episodes[self.logged :]:
-            scalars += [("charts/episodic_return", value, end), ("charts/episodic_length", length, end)]
-        self.logged = len(self.episodes)
-        for name, value, at in scalars:
-            with suppress(OSError):  # a full disk ends the log, as the writer tells, but not the training
-                self.writer.add_scalar(name, value, at)
-            if name.startswith("losses/") and not math.isfinite(value):
-                raise SystemExit(f"{Path(__file__).name}: error: {name} is {value} at step {at}")
-        recent = f", return {np.mean([value for _, value, _ in self.episodes[-10:]]):.1f}" if self.episodes else ""
-        self.bar.set_postfix_str(f"SPS {self.sps:.0f}{recent}", refresh=False)
-        try:
-            self.bar.update(step - self.bar.n)
-        except OSError as error:
-            self.bar.disable, sys.stderr = True, open(os.devnull, "w")
-            self.stopping += [13] * isinstance(error, BrokenPipeError)  # SIGPIPE; a full disk ends the bar only
-
-    def close(self) -> None:
-        """End the logs."""
-        for log in (self.writer, self.bar):
-            with suppress(OSError):
-                log.close()
-        if self.args.track:
-            sys.modules["wandb"].finish()
-        self.lock.release()
-
-    def print_summary(self, **measured) -> None:
-        """Print the run summary, one line of JSON: arguments, what is given, and the returns of the last episodes."""
-        returns = [value for _, value, _ in self.episodes]
-        means = {f"episodic_return{k}": float(np.mean(returns[-n:])) if returns else None for k, n in (("", 100), ("_10", 10))}
-        summary = {"script": Path(__file__).stem, **asdict(self.args), "sps": self.sps, "episodes": len(returns), **means}
-        summary = json.loads(json.dumps(summary | measured, default=str), parse_constant=lambda _: None)  # JSON has no inf
-        try:
-            print(json.dumps(summary), flush=True)
-        except OSError:  # nobody reads it
-            sys.stdout = open(os.devnull, "w")
-
-
-def stop_when_asked(asked: list[int], first: str | None = None) -> None:
-    """Have Ctrl+C, SIGTERM and SIGHUP add their number to `asked`, and interrupt, unless something is to end `first`."""
-
-    def note(number: int, _) -> None:
-        asked.append(number)
-        if first is None or asked.count(number) > 1:
-            raise KeyboardInterrupt
-        with suppress(OSError):
-            os.write(2, f"\n{signal.Signals(number).name}: ending after {first}; once more to end at once\n".encode())
-
-    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows has no SIGHUP
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, note)
-
-
-# ---- Checkpoint ------------------------------------------------------------------------------------------------------
-def identity(args: Args) -> dict:
-    """What a checkpoint is of: the version of its format, the algorithm, and the arguments as plain values."""
-    algorithm = re.sub("_(torchcompile|seeds)$", "", Path(__file__).stem)
-    return {"format": 2, "algorithm": algorithm, **json.loads(json.dumps(asdict(args), default=str))}
-
-
-def save_checkpoint(logger: Logger, last: bool, progress: list, tensors: dict[str, Tensor]) -> None:
-    """Write <run>/<step>.pt if it is due or the run at its `last` step, whole or not at all: arguments, `progress`, `tensors`.
-
-    Keeps the one saved before. Only warns where the disk is full. A number that is not finite is not saved, and ends the run.
-    """
-    args, step, previous = logger.args, progress[0], logger.saved_step
-    if step - previous < (args.checkpoint_every or math.inf) and not (last and (args.save_model or args.checkpoint_every)):
-        return
-    path, new, logger.saved_step = logger.folder / f"{step}.pt", logger.folder / "checkpoint.new", step
-    try:
-        # Through NumPy, because a slice of a tensor would be saved with all that it is a slice of.
-        state = {name: torch.from_numpy(tensor.detach().cpu().numpy()) for name, tensor in tensors.items()}  # sync
-        for name, tensor in state.items():
-            if not torch.stack(tensor.aminmax()).isfinite().all():  # 16 ms for a buffer where isfinite() takes 1.2 s
-                raise SystemExit(f"{Path(__file__).name}: error: {name} is not finite at step {step}")
-        with suppress(OSError):
-            logger.writer.flush()  # so that curves have no gap
-        torch.save({"identity": identity(args), "progress": progress, "state": state}, new)
-        new.replace(path)
-        for other in logger.folder.glob("*.pt"):
-            if other.stem.isdecimal() and int(other.stem) < step and int(other.stem) != previous:
-                other.unlink()
-    except (OSError, RuntimeError) as error:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)  # first: what is told may go to the same disk
-        with suppress(OSError):
-            print(f"{Path(__file__).name}: warning: no checkpoint {path}: {error}".splitlines()[0], file=sys.stderr)
-
-
-def load_checkpoint(args: Args, ignored: tuple[str, ...]) -> dict:
-    """Read the checkpoint to resume or evaluate; nothing in it is executed. Tells arguments that differ or are `ignored`."""
-    flag, newest = ("--resume", args.resume) if args.resume else ("--evaluate", args.evaluate)
-    try:
-        newest = max(newest.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns, default=newest)
-        with warnings.catch_warnings(action="ignore"):  # if it is none
-            checkpoint = torch.load(newest, map_location="cpu", weights_only=True)
-        old, now = checkpoint.pop("identity", checkpoint), identity(args)
-        for name in ("format", "algorithm", "env_id", *(["num_envs", "seed"] if args.resume else [])):
-            if old[name] != now[name]:
-                refuse(f"{flag} takes a checkpoint of {name} {now[name]}, {newest} has {old[name]}")
-        print(f"checkpoint: {newest}", file=sys.stderr)
-        for name in now if args.resume else ():
-            if name not in ("resume", "evaluate") and old.get(name, now[name]) != now[name]:
-                effect = "is ignored" if name in ignored else "from here on"
-                print(f"--{name.replace('_', '-')} {now[name]} {effect}, it was {old[name]}", file=sys.stderr)
-        return {"folder": newest.resolve().parent, "progress": checkpoint["progress"], "state": checkpoint["state"]}
-    except Exception as error:
-        refuse(f"{flag} takes a checkpoint or a folder with one (--save-model), {newest} is neither: {type(error).__name__}")
-
-
-def restore(tensors: dict[str, Tensor], state: dict[str, Tensor]) -> None:
-    """Move the tensors of a checkpoint into those of the same names. Exits with status 2 where names or shapes differ."""
-    for name in sorted(tensors.keys() | state.keys() - {"buffer"}):
-        shapes = [tuple(those[name].shape) if name in those else None for those in (tensors, state)]
-        if shapes[0] != shapes[1]:
-            refuse(f"--resume and --evaluate take a checkpoint with {name} of shape {shapes[0]}, this one has {shapes[1]}")
-        tensors[name].detach().copy_(state[name])
-
-
-def evaluate(args: Args, folder: Path, policy: Callable) -> Iterator[float]:
-    """Play whole games with a policy from observations to actions, and film them; yields their returns."""
-    envs = make_envs(replace(args, num_envs=1), learning=False)
-    if args.capture_video:
-        film(envs, folder / "evaluation" / "videos")
-    for _ in tqdm(range(args.eval_episodes or 10), desc="evaluation", unit="episode", dynamic_ncols=True):
-        obs, done, episode_return = envs.reset()[0], False, 0.0
-        while not done:
-            obs, rewards, _, truncated, info = envs.step(policy(obs))
-            episode_return += float(rewards[0])
-            done = bool(info["terminated"][0] or truncated[0])
-        yield episode_return
-    envs.close()
-
-
 if __name__ == "__main__":
-    args = tyro.cli(Args)
-    check_args(args)
-    start_time = time.perf_counter()
-    if args.cuda and not torch.cuda.is_available():
-        print("CUDA is not available: running on the CPU", file=sys.stderr)
+    # ---- Setup ---------------------------------------------------------------------------------------------
+    args = parse_args()
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    torch.set_flush_denormal(True)  # Adam's moments of weights without gradient become denormal, which a CPU is slow at
+    if args.cuda and device.type == "cpu":
+        print("CUDA is not available: running on the CPU", file=sys.stderr)
+    torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
     torch.set_float32_matmul_precision(args.matmul_precision)
-    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"  # convolutions; PyTorch's default is True
     torch.manual_seed(args.seed)
 
-    checkpoint = load_checkpoint(args, ignored=("exp_name",)) if args.resume or args.evaluate else {}
-    global_step, updates, episodes = checkpoint["progress"] if args.resume else (0, 0, [])
-    envs = make_envs(args, global_step)
-    num_actions = int(envs.action_space.n)
+    checkpoint = load_checkpoint(args) if args.resume or args.evaluate else {}
+    global_step, updates, returns = checkpoint["progress"] if args.resume else (0, 0, [])
+    folder, lock = open_folder(args, checkpoint)
 
-    num_envs, num_steps, batch_size = args.num_envs, args.num_steps, args.num_envs * args.num_steps
-    minibatch_size = max(batch_size // args.num_minibatches, 1)
-    # A row is a step of one game; one more step has the observation that a rollout ends with. Channels come last: so
-    # convolutions take 0.65 times as long on the CPU, and gathering a minibatch keeps the order.
-    rollout_obs = torch.zeros(num_steps + 1, num_envs, 84, 84, 4, dtype=torch.uint8, device=device)
-    rollout = torch.zeros(num_steps + 1, num_envs, 6)
-    # The columns are action, log-probability, value, reward, terminated and valid.
-    rollout_rewards, rollout_terminated, rollout_valid = (rollout.numpy()[:, :, column] for column in (3, 4, 5))
+    videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
+    envs = make_envs(args, global_step, videos)
+
+    batch_size = args.num_envs * args.num_steps
+    agent = Agent(int(envs.action_space.n), device)
+    optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    state = {"agent": agent, "optimizer": optimizer}  # what checkpoints hold: add modules and optimizers
+
+    # A row is a step of a game; one more has the last obs. Channels come last: 116 ms a minibatch, not 177.
+    rollout_obs = torch.zeros(args.num_steps + 1, args.num_envs, 84, 84, 4, dtype=torch.uint8, device=device)
+    rollout = torch.zeros(
+        args.num_steps + 1, args.num_envs, 6
+    )  # action, log-probability, value and those below
+    rollout_rewards, rollout_terminated, rollout_valid = rollout[:, :, 3:].permute(2, 0, 1).numpy()
     buffer = torch.zeros_like(rollout, device=device)
     batch = torch.zeros(batch_size, 6, device=device)
+    losses: dict[str, Tensor] = {}  # the latest, for the log
 
-    agent = Agent(num_actions, device)
-    optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    tensors = adam_tensors("agent", dict(agent.named_parameters()), optimizer)  # what checkpoints hold: add yours
-    losses: dict[str, Tensor] = {}
-
+    # ---- Algorithm -----------------------------------------------------------------------------------------
     def act(obs: Tensor) -> Tensor:
         """For obs (num_envs, 84, 84, 4): actions, log-probabilities and values as columns, (num_envs, 3)."""
         with torch.no_grad():
             logits, values = agent(obs)
-            actions = sample_actions(logits)
+            actions = (logits - torch.empty_like(logits).exponential_().log()).argmax(
+                dim=1
+            )  # Gumbel-max trick
             log_prob, _ = categorical_log_prob(actions, logits)
             return torch.stack([actions.float(), log_prob, values], dim=1)
 
-    def prepare() -> None:
-        """Turn the rollout into the batch to learn from: advantages and returns."""
-        with torch.no_grad():
-            actions, log_prob, values, rewards, terminated, valid = buffer.unbind(2)
-            values = torch.cat([values[:-1], agent(rollout_obs[-1])[1][None]])
-            advantages = gae(rewards[:-1], values, terminated[:-1], valid, args.gamma, args.gae_lambda)
-            returns = advantages + values[:-1]
-            columns = [actions[:-1], log_prob[:-1], advantages, returns, values[:-1], valid[:-1]]
-            batch.copy_(torch.stack(columns, dim=2).view(batch_size, -1))
-
-            losses["explained_variance"] = explained_variance(values[:-1], returns, valid[:-1])
-
-    def objective(network: Callable, indices: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss on the rows `indices` of the batch, (minibatch_size,), and what is logged of it."""
-        obs = rollout_obs.view(-1, 84, 84, 4).index_select(0, indices)
-        actions, old_log_prob, advantages, returns, old_values, valid = batch.index_select(0, indices).unbind(1)
-        if args.norm_adv:
-            advantages = normalise(advantages, valid)
-
-        logits, values = network(obs)
-        log_prob, entropies = categorical_log_prob(actions.long(), logits)
-        log_ratio = log_prob - old_log_prob
-        pg_loss = policy_loss(log_ratio, advantages, valid, args.clip_coef)
-        v_loss = value_loss(values, old_values, returns, valid, args.clip_coef if args.clip_vloss else None)
-        entropy = masked_mean(entropies, valid)
-        loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
-        metrics = kl_metrics(log_ratio.detach(), valid, args.clip_coef)
-        return loss, {"policy_loss": pg_loss, "value_loss": v_loss, "entropy": entropy, **metrics}
-
-    def update(indices: Tensor) -> None:
-        """One gradient step on the rows `indices` of the batch, (minibatch_size,)."""
-        loss, latest = objective(agent, indices)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-        optimizer.step()
-        losses.update({name: value.detach() for name, value in latest.items()})
-
-    def best_actions(obs: np.ndarray) -> np.ndarray:
-        """The likeliest actions at obs (1, 4, 84, 84)."""
+    def best_action(obs: np.ndarray) -> np.ndarray:
+        """The likeliest action, (1,), at obs (1, 4, 84, 84)."""
         with torch.no_grad():
             logits, _ = agent(torch.from_numpy(obs).to(device).permute(0, 2, 3, 1).contiguous())
             return logits.argmax(dim=1).int().cpu().numpy()
 
-    if checkpoint:
-        restore(tensors, checkpoint.pop("state"))
-    last = global_step + batch_size > args.total_timesteps or args.evaluate is not None
-    logger = Logger(args, checkpoint["folder"] if args.resume else None, global_step, episodes, trains=not last)
-    if args.capture_video and not last:
-        film(envs, logger.folder / "videos" / (f"from_step_{global_step}" if args.resume else ""))
-    rollout_obs[-1].copy_(torch.from_numpy(envs.reset()[0]).permute(0, 2, 3, 1))  # a rollout begins with the last one's end
-    rollout_valid[-1] = 1
-    valid = np.ones(num_envs, dtype=bool)
+    def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
+        """Mean of x over the rows with valid = 1, 0-dim; 0 if there are none."""
+        return (x * valid).sum() / valid.sum().clamp(min=1)
 
-    stopping, eval_returns, startup_seconds = logger.stopping, [], None
-    with closing(envs), closing(logger), suppress(KeyboardInterrupt):
-        stop_when_asked(stopping, first="this rollout and what is learnt from it")
-        torch.manual_seed(int(np.random.SeedSequence([args.seed, global_step]).generate_state(1)[0]))
-        startup_seconds = time.perf_counter() - start_time
-        logger.start = global_step, time.perf_counter()
+    def gae(rewards: Tensor, values: Tensor, terminated: Tensor, valid: Tensor) -> Tensor:
+        """Generalised advantage estimates, (T, n) (Schulman et al., arXiv:1506.02438, equation 16).
+
+        rewards, terminated: (T, n). values, valid: (T + 1, n), with the last observation. Where a row is not
+        valid its step only reset the game or went on after a lost life: the recursion stops on both sides of
+        it, and a truncated game bootstraps from its observation, the final one.
+        """
+        deltas = rewards + args.gamma * (1 - terminated) * values[1:] - values[:-1]
+        deltas, discounts = valid[:-1] * deltas, args.gamma * args.gae_lambda * valid[:-1] * valid[1:]
+        advantages = torch.zeros_like(values)
+        for t in reversed(range(args.num_steps)):
+            advantages[t] = deltas[t] + discounts[t] * advantages[t + 1]
+        return advantages[:-1]
+
+    def prepare() -> None:
+        """Make of the rollout the batch to learn from: advantages and returns."""
+        with torch.no_grad():
+            actions, log_prob, values, rewards, terminated, valid = buffer.unbind(2)
+            values = torch.cat([values[:-1], agent(rollout_obs[-1])[1][None]])
+            advantages = gae(rewards[:-1], values, terminated[:-1], valid)
+            values, valid = values[:-1], valid[:-1]
+            returns = advantages + values
+            columns = [actions[:-1], log_prob[:-1], advantages, returns, values, valid]
+            batch.copy_(torch.stack(columns, dim=2).view(batch_size, -1))
+
+            error = returns - values
+            unexplained = masked_mean((error - masked_mean(error, valid)).square(), valid)
+            variance = masked_mean((returns - masked_mean(returns, valid)).square(), valid)
+            record(explained_variance=1 - unexplained / variance.clamp(min=1e-8))
+
+    def update(indices: Tensor) -> None:
+        """One gradient step on the rows `indices` of the batch, (minibatch_size,)."""
+        obs = rollout_obs.view(-1, 84, 84, 4).index_select(0, indices)
+        actions, old_log_prob, advantages, returns, old_values, valid = batch.index_select(0, indices).unbind(
+            1
+        )
+        if args.norm_adv:
+            centred = advantages - masked_mean(advantages, valid)
+            variance = (centred.square() * valid).sum() / (valid.sum() - 1).clamp(min=1)
+            advantages = centred / (variance.sqrt() + 1e-8)
+
+        logits, values = agent(obs)
+        log_prob, entropies = categorical_log_prob(actions.long(), logits)
+        log_ratio = log_prob - old_log_prob
+        ratio = log_ratio.exp()
+        clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+        policy_losses = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)  # PPO, equation 7
+        policy_loss = masked_mean(policy_losses, valid)
+        value_errors = (values - returns).square()
+        if args.clip_vloss:
+            clipped_values = old_values + (values - old_values).clamp(-args.clip_coef, args.clip_coef)
+            value_errors = torch.maximum(value_errors, (clipped_values - returns).square())
+        value_loss = 0.5 * masked_mean(value_errors, valid)
+        entropy = masked_mean(entropies, valid)
+        loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss  # PPO, equation 9
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+        optimizer.step()
+
+        log_ratio, ratio = log_ratio.detach(), ratio.detach()
+        record(policy_loss=policy_loss, value_loss=value_loss, entropy=entropy)
+        # k1 and k3 of Schulman, "Approximating KL Divergence" (2020), and the share of clipped ratios.
+        record(old_approx_kl=masked_mean(-log_ratio, valid))
+        record(approx_kl=masked_mean(ratio - 1 - log_ratio, valid))
+        record(clipfrac=masked_mean(((ratio - 1).abs() > args.clip_coef).float(), valid))
+
+    def record(**values: Tensor) -> None:
+        """Keep the latest values for the log, which alone waits for the device."""
+        losses.update({name: value.detach() for name, value in values.items()})
+
+    # ---- Training ------------------------------------------------------------------------------------------
+    if args.evaluate or args.resume:
+        load_states({"agent": agent} if args.evaluate else state, checkpoint)
+
+    sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
+    torch.manual_seed(int(sequence.generate_state(1)[0]))
+    next_obs, _ = envs.reset()
+    rollout_obs[-1].copy_(torch.from_numpy(next_obs).permute(0, 2, 3, 1))  # a rollout begins with it
+    rollout_valid[-1], valid = 1, np.ones(args.num_envs, dtype=bool)
+
+    writer, bar = open_logs(args, folder, global_step)
+    stopping = stop_on_signals()
+    saved_step = global_step
+    startup_seconds = time.perf_counter() - START_TIME
+    sps, sps_start = None, (global_step, time.perf_counter())
+    last = bool(args.evaluate) or global_step + batch_size > args.total_timesteps
+    with closing(envs), writer, bar:
         while not last:
-            learning_rate = args.learning_rate * (1 - global_step / args.total_timesteps if args.anneal_lr else 1)
-            optimizer.param_groups[0]["lr"] = learning_rate
+            remaining = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
+            optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
             rollout_obs[0].copy_(rollout_obs[-1])
             rollout_valid[0] = rollout_valid[-1]
-
-            for step in range(num_steps):
-                rollout[step, :, :3] = act(rollout_obs[step])  # sync: the games need the actions
+            for step in range(args.num_steps):
+                rollout[step, :, :3] = act(rollout_obs[step])  # sync
                 actions = rollout[step, :, 0].int().numpy()
                 next_obs, rewards, terminated, truncated, infos = envs.step(actions)
-                rollout_obs[step + 1].copy_(torch.from_numpy(next_obs).to(device, non_blocking=True).permute(0, 2, 3, 1))
-
+                rollout_obs[step + 1] = torch.from_numpy(next_obs).to(device).permute(0, 2, 3, 1)
                 rollout_rewards[step], rollout_terminated[step] = rewards, terminated
                 global_step += int(np.count_nonzero(valid))
-                logger.count(global_step, actions, infos["reward"], (infos["terminated"] > 0) | truncated, valid=valid)
-                # The next step of a game that is over or lost a life only goes on, and ignores the action.
-                valid = ~(terminated | truncated)  # of the next step
-                rollout_valid[step + 1] = valid
-            buffer.copy_(rollout, non_blocking=True)  # the log waits for the device before the rollout changes
+                for index in np.flatnonzero(infos["_episode"]):
+                    returns.append(float(infos["episode"]["r"][index]))
+                    writer.add_scalar("charts/episodic_return", returns[-1], global_step)
+                    writer.add_scalar("charts/episodic_length", infos["episode"]["l"][index], global_step)
+                rollout_valid[step + 1] = valid = ~(terminated | truncated)  # else the next step only goes on
+
+            buffer.copy_(
+                rollout, non_blocking=True
+            )  # the log waits for the device before the rollout changes
             prepare()
             for _ in range(args.update_epochs):
-                for indices in torch.randperm(batch_size, device=device).split(minibatch_size):
+                for indices in torch.randperm(batch_size, device=device).chunk(args.num_minibatches):
                     update(indices)
                     updates += 1
                 if args.target_kl is not None and losses["approx_kl"] > args.target_kl:  # sync, once an epoch
                     break
-
-            logger.log(global_step, losses, learning_rate=learning_rate)
+            log_losses(writer, global_step, losses)
+            sps = (global_step - sps_start[0]) / (time.perf_counter() - sps_start[1])
+            writer.add_scalar("charts/SPS", sps, global_step)
+            writer.add_scalar("charts/learning_rate", args.learning_rate * remaining, global_step)
+            bar.postfix = f"SPS {sps:.0f}, return {np.mean(returns[-10:]) if returns else math.nan:.1f}"
+            bar.update(global_step - bar.n)
             last = bool(stopping) or global_step + batch_size > args.total_timesteps
-            save_checkpoint(logger, last, [global_step, updates, episodes], tensors)
+            due = global_step - saved_step >= (args.checkpoint_every or math.inf)
+            if due or (last and (args.save_model or args.checkpoint_every)):
+                save_checkpoint(args, writer, state, [global_step, updates, returns])
+                saved_step = global_step
 
-        if args.evaluate or (args.eval_episodes and not stopping):
-            try:
-                logger.bar.close()
-                stop_when_asked(stopping)
-                eval_returns.extend(evaluate(args, logger.folder, best_actions))
-            except BrokenPipeError as error:  # of a bar that nobody reads, or of an environment
-                stopping.append(13)
-                warnings.warn(f"the evaluation has ended: {error}", stacklevel=1)
-        stop_when_asked(stopping, first="the end of the logs")
-    measured = {"total_timesteps": global_step, "updates": updates, "device": device.type, "eval_returns": eval_returns}
-    measured |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - start_time}
-    logger.print_summary(**measured, compile=False, cudagraphs=False)
+    # ---- End -----------------------------------------------------------------------------------------------
+    eval_returns = []
+    if args.evaluate or (args.eval_episodes and not stopping):
+        videos = folder / "evaluation" / "videos" if args.capture_video else None
+        env = make_envs(replace(args, num_envs=1), 0, videos, learning=False)
+        eval_returns = evaluate(args, env, best_action, stopping)
+    summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
+    summary |= {"device": device.type, "compile": False, "cudagraphs": False}
+    summary |= {"updates": updates, "episodes": len(returns), "eval_returns": eval_returns}
+    for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
+        summary[name] = float(np.mean(returns[-count:])) if returns else None
+    summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}
+    print(json.dumps(summary))
     if stopping:
         sys.exit(128 + stopping[0])
