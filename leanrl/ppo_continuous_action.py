@@ -126,8 +126,8 @@ def open_folder(args: Args, checkpoint: dict) -> tuple[Path, FileLock]:
         refuse(f"--resume: a run is at work in {folder}")
 
 
-def open_logs(args: Args, folder: Path, step: int) -> tuple[SummaryWriter, tqdm]:
-    """Start the TensorBoard log, with --track also Weights & Biases, and the progress bar."""
+def open_logs(args: Args, folder: Path, step: int) -> SummaryWriter:
+    """Start the TensorBoard log, and with --track that of Weights & Biases, which follows it."""
     if args.track:
         import wandb
 
@@ -136,8 +136,7 @@ def open_logs(args: Args, folder: Path, step: int) -> tuple[SummaryWriter, tqdm]
     writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume else None)  # later entries go
     table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
     writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
-    bar = tqdm(total=args.total_timesteps, initial=step, unit="step", miniters=1, disable=bool(args.evaluate))
-    return writer, bar
+    return writer
 
 
 def log_losses(writer: SummaryWriter, step: int, losses: dict[str, Tensor]) -> None:
@@ -208,7 +207,7 @@ def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) ->
         obs, info = env.reset(seed=seed)
         while "episode" not in info and not stopping:
             obs, _, _, _, info = env.step(policy(obs))
-        returns += [float(info["episode"]["r"])] if "episode" in info else []
+        returns += [float(np.sum(info["episode"]["r"]))] if "episode" in info else []
     env.close()
     return returns
 
@@ -449,12 +448,13 @@ if __name__ == "__main__":
     rollout_obs[-1], rollout_valid[-1] = obs_moments.standardise(next_obs), 1  # a rollout begins with it
     valid, discounted_return = np.ones(args.num_envs, dtype=bool), np.zeros(args.num_envs)
 
-    writer, bar = open_logs(args, folder, global_step)
+    last = bool(args.evaluate) or global_step + batch_size > args.total_timesteps
+    writer = open_logs(args, folder, global_step)
+    bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
     saved_step = global_step
     startup_seconds = time.perf_counter() - START_TIME
     sps, sps_start = None, (global_step, time.perf_counter())
-    last = bool(args.evaluate) or global_step + batch_size > args.total_timesteps
     with closing(envs), writer, bar:
         while not last:
             remaining = 1 - global_step / args.total_timesteps if args.anneal_lr else 1

@@ -135,8 +135,8 @@ def open_folder(args: Args, checkpoint: dict) -> tuple[Path, FileLock]:
         refuse(f"--resume: a run is at work in {folder}")
 
 
-def open_logs(args: Args, folder: Path, step: int) -> tuple[SummaryWriter, tqdm]:
-    """Start the TensorBoard log, with --track also Weights & Biases, and the progress bar."""
+def open_logs(args: Args, folder: Path, step: int) -> SummaryWriter:
+    """Start the TensorBoard log, and with --track that of Weights & Biases, which follows it."""
     if args.track:
         import wandb
 
@@ -145,8 +145,7 @@ def open_logs(args: Args, folder: Path, step: int) -> tuple[SummaryWriter, tqdm]
     writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume else None)  # later entries go
     table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
     writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
-    bar = tqdm(total=args.total_timesteps, initial=step, unit="step", miniters=1, disable=bool(args.evaluate))
-    return writer, bar
+    return writer
 
 
 def log_losses(writer: SummaryWriter, step: int, losses: dict[str, Tensor]) -> None:
@@ -217,7 +216,7 @@ def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) ->
         obs, info = env.reset(seed=seed)
         while "episode" not in info and not stopping:
             obs, _, _, _, info = env.step(policy(obs))
-        returns += [float(info["episode"]["r"])] if "episode" in info else []
+        returns += [float(np.sum(info["episode"]["r"]))] if "episode" in info else []
     env.close()
     return returns
 
@@ -351,7 +350,7 @@ class Adam(nn.Module):
 
     def minimize(self, loss: Tensor) -> None:
         """Take a step down the gradient of a loss; `backward()` and `step()` would break the graph."""
-        (grad,) = torch.autograd.grad(loss, self.params[0])
+        (grad,) = torch.autograd.grad(loss.sum(), self.params[0])
         with torch.no_grad():
             if self.max_norm < math.inf:
                 grad = grad * (self.max_norm / (grad.square().sum().sqrt() + 1e-6)).clamp(max=1)
@@ -544,12 +543,13 @@ if __name__ == "__main__":
     rollout_obs[-1], rollout_valid[-1] = obs_moments.standardise(next_obs), 1  # a rollout begins with it
     valid, discounted_return = np.ones(args.num_envs, dtype=bool), np.zeros(args.num_envs)
 
-    writer, bar = open_logs(args, folder, global_step)
+    last = bool(args.evaluate) or global_step + batch_size > args.total_timesteps
+    writer = open_logs(args, folder, global_step)
+    bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
     saved_step = global_step
     startup_seconds = time.perf_counter() - START_TIME
     sps, sps_start = None, (global_step, time.perf_counter())
-    last = bool(args.evaluate) or global_step + batch_size > args.total_timesteps
     with closing(envs), writer, bar:
         while not last:
             remaining = 1 - global_step / args.total_timesteps if args.anneal_lr else 1

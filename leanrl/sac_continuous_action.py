@@ -128,8 +128,8 @@ def open_folder(args: Args, checkpoint: dict) -> tuple[Path, FileLock]:
         refuse(f"--resume: a run is at work in {folder}")
 
 
-def open_logs(args: Args, folder: Path, step: int) -> tuple[SummaryWriter, tqdm]:
-    """Start the TensorBoard log, with --track also Weights & Biases, and the progress bar."""
+def open_logs(args: Args, folder: Path, step: int) -> SummaryWriter:
+    """Start the TensorBoard log, and with --track that of Weights & Biases, which follows it."""
     if args.track:
         import wandb
 
@@ -138,8 +138,7 @@ def open_logs(args: Args, folder: Path, step: int) -> tuple[SummaryWriter, tqdm]
     writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume else None)  # later entries go
     table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
     writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
-    bar = tqdm(total=args.total_timesteps, initial=step, unit="step", miniters=1, disable=bool(args.evaluate))
-    return writer, bar
+    return writer
 
 
 def log_losses(writer: SummaryWriter, step: int, losses: dict[str, Tensor]) -> None:
@@ -210,7 +209,7 @@ def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) ->
         obs, info = env.reset(seed=seed)
         while "episode" not in info and not stopping:
             obs, _, _, _, info = env.step(policy(obs))
-        returns += [float(info["episode"]["r"])] if "episode" in info else []
+        returns += [float(np.sum(info["episode"]["r"]))] if "episode" in info else []
     env.close()
     return returns
 
@@ -352,18 +351,18 @@ if __name__ == "__main__":
     def update_critic(update_target: bool) -> Tensor:
         """One gradient step of the critics on a new batch; returns its observations (batch_size, obs_dim)."""
         indices = torch.randint(2**62, (args.batch_size,), device=device) % size
-        obs, actions, rewards, terminated, next_obs = buffer.index_select(0, indices).split(columns, dim=1)
+        obs, actions, rewards, terminated, next_obs = buffer.index_select(0, indices).split(columns, dim=-1)
         with torch.no_grad():
             next_actions, next_log_prob = sample_actions(*actor(next_obs))
-            next_values = critic_target(next_obs, next_actions).amin(dim=0) - log_alpha.exp() * next_log_prob
-            target = rewards[:, 0] + args.gamma * (1 - terminated[:, 0]) * next_values  # equations 2 and 3
+            next_values = critic_target(next_obs, next_actions).amin(dim=-2) - log_alpha.exp() * next_log_prob
+            target = rewards[..., 0] + args.gamma * (1 - terminated[..., 0]) * next_values  # equations 2, 3
         qf_values = critic(obs, actions)
-        qf_losses = (qf_values - target).square().mean(dim=1)
+        qf_losses = (qf_values - target.unsqueeze(-2)).square().mean(dim=-1)
         critic_optimizer.zero_grad()
         qf_losses.sum().backward()
         critic_optimizer.step()
-        record(qf1_values=qf_values[0], qf2_values=qf_values[1], qf_loss=qf_losses.mean())
-        record(qf1_loss=qf_losses[0], qf2_loss=qf_losses[1])
+        record(qf1_values=qf_values[..., 0, :], qf2_values=qf_values[..., 1, :])
+        record(qf1_loss=qf_losses[..., 0], qf2_loss=qf_losses[..., 1], qf_loss=qf_losses.mean(dim=-1))
         if update_target:
             with torch.no_grad():
                 for target_param, param in zip(critic_target.parameters(), critic.parameters(), strict=True):
@@ -374,14 +373,14 @@ if __name__ == "__main__":
         """One gradient step of the actor and the entropy coefficient, on obs (batch_size, obs_dim)."""
         actions, log_prob = sample_actions(*actor(obs))
         alpha = log_alpha.detach().exp()
-        actor_loss = (alpha * log_prob - critic(obs, actions).amin(dim=0)).mean()  # equation 7
+        actor_loss = (alpha * log_prob - critic(obs, actions).amin(dim=-2)).mean(-1)  # equation 7
         actor_optimizer.zero_grad()
         actor_loss.backward(inputs=list(actor.parameters()))
         actor_optimizer.step()
         record(alpha=alpha, actor_loss=actor_loss)
         if args.autotune:
             target_entropy = -action_dim  # appendix D
-            alpha_loss = -log_alpha.exp() * (log_prob.detach() + target_entropy).mean()  # equation 18
+            alpha_loss = -log_alpha.exp() * (log_prob.detach() + target_entropy).mean(-1)  # equation 18
             alpha_optimizer.zero_grad()
             alpha_loss.backward()
             alpha_optimizer.step()
@@ -412,12 +411,13 @@ if __name__ == "__main__":
     envs.action_space.seed(seed)
     obs, _ = envs.reset(seed=env_seeds)
 
-    writer, bar = open_logs(args, folder, global_step)
+    last = bool(args.evaluate) or global_step >= args.total_timesteps
+    writer = open_logs(args, folder, global_step)
+    bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
     first_update, saved_step = updates, global_step
     startup_seconds = time.perf_counter() - START_TIME
     sps, sps_start = None, (global_step, time.perf_counter())
-    last = bool(args.evaluate) or global_step >= args.total_timesteps
     with closing(envs), writer, bar:
         while not last:
             if global_step < args.learning_starts:

@@ -137,8 +137,8 @@ def open_folder(args: Args, checkpoint: dict) -> tuple[Path, FileLock]:
         refuse(f"--resume: a run is at work in {folder}")
 
 
-def open_logs(args: Args, folder: Path, step: int) -> tuple[SummaryWriter, tqdm]:
-    """Start the TensorBoard log, with --track also Weights & Biases, and the progress bar."""
+def open_logs(args: Args, folder: Path, step: int) -> SummaryWriter:
+    """Start the TensorBoard log, and with --track that of Weights & Biases, which follows it."""
     if args.track:
         import wandb
 
@@ -147,8 +147,7 @@ def open_logs(args: Args, folder: Path, step: int) -> tuple[SummaryWriter, tqdm]
     writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume else None)  # later entries go
     table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
     writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
-    bar = tqdm(total=args.total_timesteps, initial=step, unit="step", miniters=1, disable=bool(args.evaluate))
-    return writer, bar
+    return writer
 
 
 def log_losses(writer: SummaryWriter, step: int, losses: dict[str, Tensor]) -> None:
@@ -219,7 +218,7 @@ def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) ->
         obs, info = env.reset(seed=seed)
         while "episode" not in info and not stopping:
             obs, _, _, _, info = env.step(policy(obs))
-        returns += [float(info["episode"]["r"])] if "episode" in info else []
+        returns += [float(np.sum(info["episode"]["r"]))] if "episode" in info else []
     env.close()
     return returns
 
@@ -338,7 +337,7 @@ class Adam(nn.Module):
 
     def minimize(self, loss: Tensor) -> None:
         """Take a step down the gradient of a loss; `backward()` and `step()` would break the graph."""
-        (grad,) = torch.autograd.grad(loss, self.params[0])
+        (grad,) = torch.autograd.grad(loss.sum(), self.params[0])
         with torch.no_grad():
             if self.max_norm < math.inf:
                 grad = grad * (self.max_norm / (grad.square().sum().sqrt() + 1e-6)).clamp(max=1)
@@ -409,16 +408,16 @@ if __name__ == "__main__":
     def update_critic(update_target: bool) -> Tensor:
         """One gradient step of the critics on a new batch; returns its observations (batch_size, obs_dim)."""
         indices = torch.randint(2**62, (args.batch_size,), device=device) % size
-        obs, actions, rewards, terminated, next_obs = buffer.index_select(0, indices).split(columns, dim=1)
+        obs, actions, rewards, terminated, next_obs = buffer.index_select(0, indices).split(columns, dim=-1)
         with torch.no_grad():
             next_actions, next_log_prob = sample_actions(*flat_actor(next_obs))  # [fast 2]
-            next_values = flat_target(next_obs, next_actions).amin(dim=0) - log_alpha.exp() * next_log_prob
-            target = rewards[:, 0] + args.gamma * (1 - terminated[:, 0]) * next_values  # equations 2 and 3
+            next_values = flat_target(next_obs, next_actions).amin(dim=-2) - log_alpha.exp() * next_log_prob
+            target = rewards[..., 0] + args.gamma * (1 - terminated[..., 0]) * next_values  # equations 2, 3
         qf_values = flat_critic(obs, actions)  # [fast 2]
-        qf_losses = (qf_values - target).square().mean(dim=1)
-        critic_optimizer.minimize(qf_losses.sum())  # [fast 2]
-        record(qf1_values=qf_values[0], qf2_values=qf_values[1], qf_loss=qf_losses.mean())
-        record(qf1_loss=qf_losses[0], qf2_loss=qf_losses[1])
+        qf_losses = (qf_values - target.unsqueeze(-2)).square().mean(dim=-1)
+        critic_optimizer.minimize(qf_losses)  # [fast 2]
+        record(qf1_values=qf_values[..., 0, :], qf2_values=qf_values[..., 1, :])
+        record(qf1_loss=qf_losses[..., 0], qf2_loss=qf_losses[..., 1], qf_loss=qf_losses.mean(dim=-1))
         if update_target:
             flat_target.params.lerp_(flat_critic.params.detach(), args.tau)  # [fast 2]
         return obs
@@ -427,12 +426,14 @@ if __name__ == "__main__":
         """One gradient step of the actor and the entropy coefficient, on obs (batch_size, obs_dim)."""
         actions, log_prob = sample_actions(*flat_actor(obs))  # [fast 2]
         alpha = log_alpha.detach().exp()
-        actor_loss = (alpha * log_prob - flat_critic(obs, actions).amin(dim=0)).mean()  # [fast 2] equation 7
+        actor_loss = (alpha * log_prob - flat_critic(obs, actions).amin(dim=-2)).mean(
+            -1
+        )  # [fast 2] equation 7
         actor_optimizer.minimize(actor_loss)
         record(alpha=alpha, actor_loss=actor_loss)
         if args.autotune:
             target_entropy = -action_dim  # appendix D
-            alpha_loss = -log_alpha.exp() * (log_prob.detach() + target_entropy).mean()  # equation 18
+            alpha_loss = -log_alpha.exp() * (log_prob.detach() + target_entropy).mean(-1)  # equation 18
             alpha_optimizer.minimize(alpha_loss)  # [fast 2]
             record(alpha_loss=alpha_loss)
 
@@ -445,7 +446,7 @@ if __name__ == "__main__":
     def record(**values: Tensor) -> None:
         """Keep the latest values for the log, which alone waits for the device."""
         for name, value in values.items():
-            losses[name].copy_(value.detach())  # [fast 3]
+            losses[name].copy_(value.detach().view_as(losses[name]))  # [fast 3]
 
     # ---- Training ------------------------------------------------------------------------------------------
     if args.evaluate or args.resume:
@@ -492,12 +493,13 @@ if __name__ == "__main__":
     envs.action_space.seed(seed)
     obs, _ = envs.reset(seed=env_seeds)
 
-    writer, bar = open_logs(args, folder, global_step)
+    last = bool(args.evaluate) or global_step >= args.total_timesteps
+    writer = open_logs(args, folder, global_step)
+    bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
     first_update, saved_step = updates, global_step
     startup_seconds = time.perf_counter() - START_TIME
     sps, sps_start = None, (global_step, time.perf_counter())
-    last = bool(args.evaluate) or global_step >= args.total_timesteps
     with closing(envs), writer, bar:
         while not last:
             if global_step < args.learning_starts:

@@ -124,8 +124,8 @@ def open_folder(args: Args, checkpoint: dict) -> tuple[Path, FileLock]:
         refuse(f"--resume: a run is at work in {folder}")
 
 
-def open_logs(args: Args, folder: Path, step: int) -> tuple[SummaryWriter, tqdm]:
-    """Start the TensorBoard log, with --track also Weights & Biases, and the progress bar."""
+def open_logs(args: Args, folder: Path, step: int) -> SummaryWriter:
+    """Start the TensorBoard log, and with --track that of Weights & Biases, which follows it."""
     if args.track:
         import wandb
 
@@ -134,8 +134,7 @@ def open_logs(args: Args, folder: Path, step: int) -> tuple[SummaryWriter, tqdm]
     writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume else None)  # later entries go
     table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
     writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
-    bar = tqdm(total=args.total_timesteps, initial=step, unit="step", miniters=1, disable=bool(args.evaluate))
-    return writer, bar
+    return writer
 
 
 def log_losses(writer: SummaryWriter, step: int, losses: dict[str, Tensor]) -> None:
@@ -206,7 +205,7 @@ def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) ->
         obs, info = env.reset(seed=seed)
         while "episode" not in info and not stopping:
             obs, _, _, _, info = env.step(policy(obs))
-        returns += [float(info["episode"]["r"])] if "episode" in info else []
+        returns += [float(np.sum(info["episode"]["r"]))] if "episode" in info else []
     env.close()
     return returns
 
@@ -337,24 +336,24 @@ if __name__ == "__main__":
     def update_critic() -> Tensor:
         """One gradient step of the critics on a new batch; returns its observations (batch_size, obs_dim)."""
         indices = torch.randint(2**62, (args.batch_size,), device=device) % size
-        obs, actions, rewards, terminated, next_obs = buffer.index_select(0, indices).split(columns, dim=1)
+        obs, actions, rewards, terminated, next_obs = buffer.index_select(0, indices).split(columns, dim=-1)
         with torch.no_grad():  # target policy smoothing, equation 14
             noise = (args.policy_noise * torch.randn_like(actions)).clamp(-args.noise_clip, args.noise_clip)
             next_actions = (actor_target(next_obs) + noise).clamp(-1, 1)
-            next_values = critic_target(next_obs, next_actions).amin(dim=0)
-            target = rewards[:, 0] + args.gamma * (1 - terminated[:, 0]) * next_values  # equation 10
+            next_values = critic_target(next_obs, next_actions).amin(dim=-2)
+            target = rewards[..., 0] + args.gamma * (1 - terminated[..., 0]) * next_values  # equation 10
         qf_values = critic(obs, actions)
-        qf_losses = (qf_values - target).square().mean(dim=1)
+        qf_losses = (qf_values - target.unsqueeze(-2)).square().mean(dim=-1)
         critic_optimizer.zero_grad()
         qf_losses.sum().backward()
         critic_optimizer.step()
-        record(qf1_values=qf_values[0], qf2_values=qf_values[1], qf_loss=qf_losses.mean())
-        record(qf1_loss=qf_losses[0], qf2_loss=qf_losses[1])
+        record(qf1_values=qf_values[..., 0, :], qf2_values=qf_values[..., 1, :])
+        record(qf1_loss=qf_losses[..., 0], qf2_loss=qf_losses[..., 1], qf_loss=qf_losses.mean(dim=-1))
         return obs
 
     def update_actor(obs: Tensor) -> None:
         """One gradient step of the actor on obs (batch_size, obs_dim), and one of all targets."""
-        actor_loss = -critic(obs, actor(obs), first_only=True).mean()  # algorithm 1
+        actor_loss = -critic(obs, actor(obs), first_only=True).mean(dim=-1)  # algorithm 1
         actor_optimizer.zero_grad()
         actor_loss.backward(inputs=list(actor.parameters()))
         actor_optimizer.step()
@@ -387,12 +386,13 @@ if __name__ == "__main__":
     envs.action_space.seed(seed)
     obs, _ = envs.reset(seed=env_seeds)
 
-    writer, bar = open_logs(args, folder, global_step)
+    last = bool(args.evaluate) or global_step >= args.total_timesteps
+    writer = open_logs(args, folder, global_step)
+    bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
     first_update, saved_step = updates, global_step
     startup_seconds = time.perf_counter() - START_TIME
     sps, sps_start = None, (global_step, time.perf_counter())
-    last = bool(args.evaluate) or global_step >= args.total_timesteps
     with closing(envs), writer, bar:
         while not last:
             if global_step < args.learning_starts:
