@@ -173,7 +173,7 @@ def load_checkpoint(args: Args) -> dict:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         args_before = checkpoint["args"]
     except Exception as error:  # torch.load raises what it likes where a file is none of its own
-        refuse(f"{file} is not a checkpoint: {type(error).__name__}")
+        refuse(f"{file} is not a checkpoint or a folder with one: {type(error).__name__}")
     fixed = ("script", "env_id", "seed", "num_envs", "buffer_size") if args.resume else ("env_id",)
     for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
         before = args_before.get(name, value)
@@ -256,17 +256,12 @@ def make_envs(args: Args, step: int, videos: Path | None = None, learning: bool 
     """
     if envpool.registration.registry.specs.get(args.env_id, ("",))[0] != "envpool.atari":
         refuse(f"--env-id takes an Atari game of EnvPool, such as Breakout-v5, not {args.env_id}")
-    # From one seed EnvPool would count up: runs with seeds 1 and 2 would share all games but one.
-    seeds = (
-        np.random.SeedSequence([args.seed, step, not learning]).generate_state(args.num_envs) >> 1
-    )  # 31 bits
+    # Seeds of 31 bits. From one EnvPool would count up: seeds 1 and 2 would share all games but one.
+    seeds = np.random.SeedSequence([args.seed, step, not learning]).generate_state(args.num_envs) >> 1
     options = {"seed": seeds.tolist(), "num_threads": args.env_threads, "env_type": "gymnasium"}
-    options |= {
-        "render_mode": "rgb_array" if videos else None,
-        "episodic_life": True,
-        "reward_clip": learning,
-    }
-    return Games(envpool.make(args.env_id, num_envs=args.num_envs, **options), args.num_envs, videos)
+    options |= {"num_envs": args.num_envs, "episodic_life": True, "reward_clip": learning}
+    games = envpool.make(args.env_id, render_mode="rgb_array" if videos else None, **options)
+    return Games(games, args.num_envs, videos)
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -384,9 +379,8 @@ if __name__ == "__main__":
 
     # A row is a step of a game; one more has the last obs. Channels come last: 116 ms a minibatch, not 177.
     rollout_obs = torch.zeros(args.num_steps + 1, args.num_envs, 84, 84, 4, dtype=torch.uint8, device=device)
-    rollout = torch.zeros(
-        args.num_steps + 1, args.num_envs, 6
-    )  # action, log-probability, value and those below
+    # Its columns are action, log-probability and value, and those of the next line.
+    rollout = torch.zeros(args.num_steps + 1, args.num_envs, 6)
     rollout_rewards, rollout_terminated, rollout_valid = rollout[:, :, 3:].permute(2, 0, 1).numpy()
     buffer = torch.zeros_like(rollout, device=device)
     batch = torch.zeros(batch_size, 6, device=device)
@@ -399,9 +393,8 @@ if __name__ == "__main__":
         """For obs (num_envs, 84, 84, 4): actions, log-probabilities and values as columns, (num_envs, 3)."""
         with torch.no_grad():
             logits, values = agent(obs)
-            actions = (logits - torch.empty_like(logits).exponential_().log()).argmax(
-                dim=1
-            )  # Gumbel-max trick
+            gumbel = -torch.empty_like(logits).exponential_().log()
+            actions = (logits + gumbel).argmax(dim=1)  # drawn in proportion to exp(logits)
             log_prob, _ = categorical_log_prob(actions, logits)
             return torch.stack([actions.float(), log_prob, values], dim=1)
 
@@ -551,9 +544,7 @@ if __name__ == "__main__":
                     writer.add_scalar("charts/episodic_length", infos["episode"]["l"][index], global_step)
                 rollout_valid[step + 1] = valid = ~(terminated | truncated)  # else the next step only goes on
 
-            buffer.copy_(
-                rollout, non_blocking=True
-            )  # the log waits for the device before the rollout changes
+            buffer.copy_(rollout, non_blocking=True)  # the log waits for it before the rollout changes
             prepare()
             for _ in range(args.update_epochs):
                 for indices in torch.randperm(batch_size, device=device).chunk(args.num_minibatches):

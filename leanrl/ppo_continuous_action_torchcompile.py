@@ -176,7 +176,7 @@ def load_checkpoint(args: Args) -> dict:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         args_before = checkpoint["args"]
     except Exception as error:  # torch.load raises what it likes where a file is none of its own
-        refuse(f"{file} is not a checkpoint: {type(error).__name__}")
+        refuse(f"{file} is not a checkpoint or a folder with one: {type(error).__name__}")
     fixed = ("script", "env_id", "seed", "num_envs", "buffer_size") if args.resume else ("env_id",)
     for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
         before = args_before.get(name, value)
@@ -258,10 +258,7 @@ class RunningMoments:
 
     def update(self, rows: np.ndarray) -> None:
         """Take in rows (n, dim); n may be 0."""
-        count, added = (
-            self.count.item(),
-            len(rows),
-        )  # numbers: arithmetic on 0-dim arrays would take 3 of 10 us
+        count, added = self.count.item(), len(rows)  # numbers: 0-dim arrays would take 3 of 10 us
         if added == 0:
             return
         mean = rows.sum(axis=0, dtype=np.float64) / added
@@ -554,8 +551,8 @@ if __name__ == "__main__":
         while not last:
             remaining = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
             annealed_lr.fill_(args.learning_rate * remaining)  # [fast 2]
-            # [fast 6] sync: the weights, which are the same for a whole rollout.
-            layers = [[p.cpu().numpy() for p in layer.parameters()] for layer in agent.actor_mean.children()]
+            if act_in_numpy:  # [fast 6] sync: the weights, which are the same for a whole rollout
+                layers = [[p.cpu().numpy() for p in layer.parameters()] for layer in agent.actor_mean]
             rollout[0] = rollout[-1]
             std = agent.actor_logstd.detach().exp().cpu()  # sync
             noise = (torch.randn(args.num_steps, args.num_envs, action_dim) * std).numpy()
@@ -582,9 +579,7 @@ if __name__ == "__main__":
 
             return_moments.update(rollout_returns[rollout_valid[:-1] > 0][:, None])
             rollout_rewards[:-1] = (rollout_rewards[:-1] / return_moments.std()).clip(-10, 10)
-            buffer.copy_(
-                rollout, non_blocking=True
-            )  # the log waits for the device before the rollout changes
+            buffer.copy_(rollout, non_blocking=True)  # the log waits for it before the rollout changes
             prepare()
             for _ in range(args.update_epochs):
                 for indices in torch.randperm(batch_size, device=device).chunk(args.num_minibatches):

@@ -188,7 +188,7 @@ def load_checkpoint(args: Args) -> dict:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         args_before = checkpoint["args"]
     except Exception as error:  # torch.load raises what it likes where a file is none of its own
-        refuse(f"{file} is not a checkpoint: {type(error).__name__}")
+        refuse(f"{file} is not a checkpoint or a folder with one: {type(error).__name__}")
     fixed = ("script", "env_id", "seed", "num_envs", "buffer_size") if args.resume else ("env_id",)
     for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
         before = args_before.get(name, value)
@@ -392,7 +392,7 @@ class OfAgent:  # [seeds 4]
         self.tensors = {name: tensor[agent] if tensor.ndim else tensor for name, tensor in tensors.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.tensors
+        return {name: tensor.clone() for name, tensor in self.tensors.items()}  # a view would be saved whole
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for name, tensor in self.tensors.items():
@@ -509,9 +509,7 @@ if __name__ == "__main__":
         """One gradient step of the actor and the entropy coefficient, on obs (batch_size, obs_dim)."""
         actions, log_prob = sample_actions(*flat_actor(obs))  # [fast 2]
         alpha = log_alpha.detach().exp()
-        actor_loss = (alpha * log_prob - flat_critic(obs, actions).amin(dim=-2)).mean(
-            -1
-        )  # [fast 2] equation 7
+        actor_loss = (alpha * log_prob - flat_critic(obs, actions).amin(dim=-2)).mean(-1)  # [fast 2] eq. 7
         actor_optimizer.minimize(actor_loss)
         record(alpha=alpha, actor_loss=actor_loss)
         if args.autotune:
@@ -593,7 +591,7 @@ if __name__ == "__main__":
     first_update, saved_step = updates, global_step
     startup_seconds = time.perf_counter() - START_TIME
     sps, sps_start = None, (global_step, time.perf_counter())
-    alive, lost = list(range(num_agents)), {}  # [seeds 5] an agent is lost whose losses are not finite
+    alive, lost = list(range(num_agents)), {}  # [seeds 5] agents with numbers that are not finite
     with closing(envs), bar:  # [seeds 4]
         while not last:
             if global_step < args.learning_starts:
@@ -621,6 +619,8 @@ if __name__ == "__main__":
 
             transitions = [obs, actions, rewards[:, None], terminated[:, None], final_obs]
             rows = np.concatenate(transitions, axis=1, dtype=np.float32)
+            for index in np.flatnonzero(~np.isfinite(rows).all(axis=1)):  # [seeds 5]
+                lost.setdefault(int(index) // args.num_envs, f"a transition is not finite at {global_step}")
             rows = torch.from_numpy(rows).view(num_agents, args.num_envs, -1)  # [seeds 2]
             buffer[:, position : position + args.num_envs] = rows
             size.fill_(min(global_step, capacity))
@@ -637,8 +637,9 @@ if __name__ == "__main__":
                             own = {name: loss[agent] for name, loss in known.items()}
                             log_losses(writers[agent], global_step, own)
                     except SystemExit as error:  # [seeds 5]
-                        lost[agent] = str(error)
-                        bar.write(f"{error}; the agent of seed {args.seeds[agent]} is lost", file=sys.stderr)
+                        lost.setdefault(agent, str(error))
+                    if agent in lost:
+                        bar.write(f"seed {args.seeds[agent]} is lost: {lost[agent]}", file=sys.stderr)
                 alive = [agent for agent in alive if agent not in lost]
                 if not alive:
                     sys.exit(f"{Path(__file__).name}: error: all agents are lost")
@@ -656,9 +657,10 @@ if __name__ == "__main__":
     # ---- End -----------------------------------------------------------------------------------------------
     eval_returns = []
     if args.evaluate or (args.eval_episodes and not stopping):
-        for agent in alive:  # [seeds 4]
+        for agent in range(num_agents):  # [seeds 4]
             env = make_env(args, folders[agent] / "evaluation" / "videos" if args.capture_video else None)
-            eval_returns.append(evaluate(each[agent], env, partial(best_action, agent=agent), stopping))
+            policy = partial(best_action, agent=agent)
+            eval_returns.append(evaluate(each[agent], env, policy, stopping) if agent in alive else [])
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast 1, 4]
     summary |= {"updates": updates, "episodes": list(map(len, returns)), "eval_returns": eval_returns}

@@ -178,7 +178,7 @@ def load_checkpoint(args: Args) -> dict:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         args_before = checkpoint["args"]
     except Exception as error:  # torch.load raises what it likes where a file is none of its own
-        refuse(f"{file} is not a checkpoint: {type(error).__name__}")
+        refuse(f"{file} is not a checkpoint or a folder with one: {type(error).__name__}")
     fixed = ("script", "env_id", "seed", "num_envs", "buffer_size") if args.resume else ("env_id",)
     for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
         before = args_before.get(name, value)
@@ -426,9 +426,7 @@ if __name__ == "__main__":
         """One gradient step of the actor and the entropy coefficient, on obs (batch_size, obs_dim)."""
         actions, log_prob = sample_actions(*flat_actor(obs))  # [fast 2]
         alpha = log_alpha.detach().exp()
-        actor_loss = (alpha * log_prob - flat_critic(obs, actions).amin(dim=-2)).mean(
-            -1
-        )  # [fast 2] equation 7
+        actor_loss = (alpha * log_prob - flat_critic(obs, actions).amin(dim=-2)).mean(-1)  # [fast 2] eq. 7
         actor_optimizer.minimize(actor_loss)
         record(alpha=alpha, actor_loss=actor_loss)
         if args.autotune:

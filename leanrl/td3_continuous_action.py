@@ -165,7 +165,7 @@ def load_checkpoint(args: Args) -> dict:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         args_before = checkpoint["args"]
     except Exception as error:  # torch.load raises what it likes where a file is none of its own
-        refuse(f"{file} is not a checkpoint: {type(error).__name__}")
+        refuse(f"{file} is not a checkpoint or a folder with one: {type(error).__name__}")
     fixed = ("script", "env_id", "seed", "num_envs", "buffer_size") if args.resume else ("env_id",)
     for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
         before = args_before.get(name, value)

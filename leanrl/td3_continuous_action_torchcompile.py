@@ -175,7 +175,7 @@ def load_checkpoint(args: Args) -> dict:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         args_before = checkpoint["args"]
     except Exception as error:  # torch.load raises what it likes where a file is none of its own
-        refuse(f"{file} is not a checkpoint: {type(error).__name__}")
+        refuse(f"{file} is not a checkpoint or a folder with one: {type(error).__name__}")
     fixed = ("script", "env_id", "seed", "num_envs", "buffer_size") if args.resume else ("env_id",)
     for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
         before = args_before.get(name, value)
@@ -360,7 +360,7 @@ if __name__ == "__main__":
     critic, critic_target = Critic(obs_dim, action_dim, device), Critic(obs_dim, action_dim, device)
     for target, network in ((actor_target, actor), (critic_target, critic)):
         target.requires_grad_(False).load_state_dict(network.state_dict())
-    # [fast 2] Measured: 1.05 times the steps/s of a tensor for each parameter.
+    # [fast 2] A tensor for each parameter costs more guards and kernels; measured for SAC, 1.05.
     flat_actor, flat_actor_target = Flat(actor), Flat(actor_target)
     flat_critic, flat_critic_target = Flat(critic), Flat(critic_target)
     actor_optimizer = Adam(flat_actor.params, lr=args.learning_rate)

@@ -1,0 +1,56 @@
+"""Copy what the scripts share from one file to the others, so that a change is made once.
+
+    python tests/copy_shared.py            copies, and names the files that it has changed
+
+The section Run goes from leanrl/sac_continuous_action.py to all scripts. Arguments, Environment and Networks
+go from each eager script to its twin, which keeps its flags and what it adds below its first `# [fast k]`.
+Flat and Adam go from SAC's twin to the other twins and the scripts of many agents, Flat not to Atari's twin.
+tests/test_twins.py checks that all of this is equal.
+"""
+
+import re
+from pathlib import Path
+
+LEANRL = Path(__file__).parent.parent / "leanrl"
+SOURCE = "sac_continuous_action"
+FLAGS = re.compile(r"^    (?:compile|cudagraphs): .*\n", re.MULTILINE)
+
+
+def section(text: str, name: str) -> str:
+    """A section of a script, from its rule to the next one or to the body of the module."""
+    return re.search(rf"^# ---- {name}.*?(?=^# ---- |^if __name__)", text, re.MULTILINE | re.DOTALL).group()
+
+
+def definition(text: str, name: str) -> str:
+    """A class of a script, with the two blank lines below it."""
+    return re.search(rf"^class {name}\(.*?\n\n\n", text, re.MULTILINE | re.DOTALL).group()
+
+
+def shared(name: str, text: str) -> str:
+    """The text of the script `name`, with what it shares as in the script where that is written."""
+    source = (LEANRL / f"{SOURCE}.py").read_text()
+    text = text.replace(section(text, "Run"), section(source, "Run"))
+    if name.endswith("_torchcompile"):
+        eager = (LEANRL / f"{name.removesuffix('_torchcompile')}.py").read_text()
+        arguments, flags = section(eager, "Arguments"), "".join(FLAGS.findall(text))
+        place = "    eval_episodes" if "    log_every" not in arguments else "    log_every"
+        line = re.search(rf"^{place}.*\n", arguments, re.MULTILINE).group()
+        text = text.replace(section(text, "Arguments"), arguments.replace(line, line + flags))
+        text = text.replace(section(text, "Environment"), section(eager, "Environment"))
+        networks = section(text, "Networks")
+        added = networks[networks.index("# [fast") :]
+        text = text.replace(networks, section(eager, "Networks") + added)
+    if name.endswith(("_torchcompile", "_seeds")):
+        twin = (LEANRL / f"{SOURCE}_torchcompile.py").read_text()
+        for copied in ("Adam",) if "atari" in name else ("Flat", "Adam"):
+            text = text.replace(definition(text, copied), definition(twin, copied))
+    return text
+
+
+if __name__ == "__main__":
+    for path in sorted(LEANRL.glob("*.py")):
+        before = path.read_text()
+        after = shared(path.stem, before)
+        if after != before:
+            path.write_text(after)
+            print(path.name)
