@@ -184,10 +184,10 @@ def load_checkpoint(args: Args) -> dict:
     for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
         before = args_before.get(name, value)
         if before != value and name in fixed:
-            refuse(f"{file} is of {name} {before}, not {value}")
+            refuse(f"{file} is of {name} {before}, not {value}, and a run goes on as it began")
         if before != value and args.resume and name != "resume":
             print(f"--{name.replace('_', '-')} {value} from here on, it was {before}", file=sys.stderr)
-    return checkpoint | {"file": file}
+    return checkpoint | {"file": file.resolve()}
 
 
 def load_states(state: dict, checkpoint: dict) -> None:
@@ -228,7 +228,7 @@ def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) ->
 def make_env(args: Args, videos: Path | None = None) -> gym.Env:
     """Build an environment with flat observations, filmed into the folder `videos`."""
     try:
-        env = gym.make(args.env_id, render_mode="rgb_array" if videos else None)
+        env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
     except gym.error.Error as error:
         refuse(f"--env-id {args.env_id}: {error}")
     obs, actions = env.observation_space, env.action_space
@@ -271,7 +271,7 @@ class Flat(nn.Module):
         named = sorted(network.named_parameters(), key=lambda item: item[1].numel() % 16 != 0)
         self.network, self.shapes = [network], {name: param.shape for name, param in named}
         flat = parameters_to_vector(param for _, param in named).detach()
-        self.params = nn.Parameter(flat, requires_grad=named[0][1].requires_grad)
+        self.params = nn.Parameter(flat, requires_grad=all(param.requires_grad for _, param in named))
         vector_to_parameters(flat, [param.requires_grad_(False) for _, param in named])
 
     def forward(self, *inputs: Tensor, **options) -> Tensor | tuple[Tensor, ...]:
@@ -338,9 +338,9 @@ if __name__ == "__main__":
     # A row of the replay buffer is a whole transition: one copy stores it, one gather fetches a batch.
     # Action, reward and terminated are float32; where observations are bytes, so is the row.
     columns = [12 // obs_dtype.itemsize, obs_dim, obs_dim]
-    capacity = args.buffer_size // args.num_envs * args.num_envs
+    capacity = 0 if args.evaluate else args.buffer_size // args.num_envs * args.num_envs
     buffer = torch.from_numpy(np.zeros((capacity, sum(columns)), obs_dtype)).to(device)
-    size = torch.tensor(1, device=device)  # rows in use; a tensor, because a captured graph freezes numbers
+    size = torch.tensor(1, device=device)  # rows in use, 1 for the warm-up; a graph would freeze a number
     epsilon = torch.zeros((), device=device)
     exploration_steps = args.exploration_fraction * args.total_timesteps
     schedule = partial(linear_schedule, args.start_e, args.end_e, exploration_steps)
@@ -387,7 +387,7 @@ if __name__ == "__main__":
             flat_target.params.lerp_(flat_network.params.detach(), args.tau)  # [fast 2]
 
     def record(**values: Tensor) -> None:
-        """Keep the latest values for the log, which alone waits for the device."""
+        """Keep the latest values for the log; nothing waits for the device here."""
         for name, value in values.items():
             losses[name].copy_(value.detach())  # [fast 3]
 
@@ -396,7 +396,7 @@ if __name__ == "__main__":
         load_states({"q_network": q_network} if args.evaluate else state, checkpoint)
     if args.resume:
         size.fill_(min(global_step, capacity))
-        buffer[:size] = checkpoint["buffer"][:size]
+        buffer[:size] = checkpoint.pop("buffer")[:size]
 
     # [fast 1] The policy and the gradient step are a graph each. Measured: 1.30 times eager.
     if args.compile:
@@ -442,7 +442,7 @@ if __name__ == "__main__":
     with closing(envs), writer, bar:
         while not last:
             epsilon.fill_(schedule(global_step))
-            actions = act(torch.from_numpy(obs).to(device)).cpu().numpy()  # sync
+            actions = act(torch.from_numpy(obs).to(device, non_blocking=True)).cpu().numpy()  # sync
             if global_step >= args.learning_starts:
                 if updates == first_update:
                     sps_start = global_step, time.perf_counter()  # counted from the first step that learns
@@ -466,7 +466,7 @@ if __name__ == "__main__":
             rows = np.concatenate([scalars.view(obs_dtype), obs, final_obs], axis=1, dtype=obs_dtype)
             if not np.isfinite(rows if obs_dtype == np.float32 else scalars).all():
                 sys.exit(f"{Path(__file__).name}: error: a transition is not finite at step {global_step}")
-            buffer[position : position + args.num_envs] = torch.from_numpy(rows)
+            buffer[position : position + args.num_envs].copy_(torch.from_numpy(rows), non_blocking=True)
             size.fill_(min(global_step, capacity))
             obs = next_obs.astype(obs_dtype)
 

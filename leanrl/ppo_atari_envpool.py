@@ -56,7 +56,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: Index = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: bfloat16
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of products; cuDNN keeps TF32
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
@@ -169,10 +169,10 @@ def load_checkpoint(args: Args) -> dict:
     for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
         before = args_before.get(name, value)
         if before != value and name in fixed:
-            refuse(f"{file} is of {name} {before}, not {value}")
+            refuse(f"{file} is of {name} {before}, not {value}, and a run goes on as it began")
         if before != value and args.resume and name != "resume":
             print(f"--{name.replace('_', '-')} {value} from here on, it was {before}", file=sys.stderr)
-    return checkpoint | {"file": file}
+    return checkpoint | {"file": file.resolve()}
 
 
 def load_states(state: dict, checkpoint: dict) -> None:
@@ -413,7 +413,7 @@ if __name__ == "__main__":
         record(clipfrac=masked_mean(((ratio - 1).abs() > args.clip_coef).float(), valid))
 
     def record(**values: Tensor) -> None:
-        """Keep the latest values for the log, which alone waits for the device."""
+        """Keep the latest values for the log; nothing waits for the device here."""
         losses.update({name: value.detach() for name, value in values.items()})
 
     # ---- Training ------------------------------------------------------------------------------------------
@@ -443,7 +443,8 @@ if __name__ == "__main__":
                 rollout[step, :, :3] = act(rollout_obs[step])  # sync
                 actions = rollout[step, :, 0].int().numpy()
                 next_obs, rewards, terminated, truncated, infos = envs.step(actions)
-                rollout_obs[step + 1] = torch.from_numpy(next_obs).to(device).permute(0, 2, 3, 1)
+                frames = torch.from_numpy(next_obs).to(device, non_blocking=True)
+                rollout_obs[step + 1].copy_(frames.permute(0, 2, 3, 1))
                 rollout_rewards[step], rollout_terminated[step] = rewards, terminated
                 global_step += int(np.count_nonzero(valid))
                 for index in np.flatnonzero(infos["_episode"]):

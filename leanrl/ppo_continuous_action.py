@@ -172,10 +172,10 @@ def load_checkpoint(args: Args) -> dict:
     for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
         before = args_before.get(name, value)
         if before != value and name in fixed:
-            refuse(f"{file} is of {name} {before}, not {value}")
+            refuse(f"{file} is of {name} {before}, not {value}, and a run goes on as it began")
         if before != value and args.resume and name != "resume":
             print(f"--{name.replace('_', '-')} {value} from here on, it was {before}", file=sys.stderr)
-    return checkpoint | {"file": file}
+    return checkpoint | {"file": file.resolve()}
 
 
 def load_states(state: dict, checkpoint: dict) -> None:
@@ -217,7 +217,7 @@ def make_env(args: Args, videos: Path | None = None) -> gym.Env:
     """Build an environment with flat observations that clips actions, filmed into the folder `videos`."""
     warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature has figures of -v4
     try:
-        env = gym.make(args.env_id, render_mode="rgb_array" if videos else None)
+        env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
     except gym.error.Error as error:
         refuse(f"--env-id {args.env_id}: {error}")
     obs, actions = env.observation_space, env.action_space
@@ -298,6 +298,7 @@ class Agent(nn.Module):
         self.actor_logstd = nn.Parameter(torch.zeros(1, action_dim, device=device))
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # Acting takes `actor_mean` and `actor_logstd` alone.
         return self.actor_mean(obs), self.actor_logstd, self.critic(obs).squeeze(-1)
 
 
@@ -350,11 +351,14 @@ if __name__ == "__main__":
     def policy(obs: np.ndarray) -> np.ndarray:
         """The policy's mean actions, (num_envs, action_dim), at standardised obs (num_envs, obs_dim)."""
         with torch.no_grad():
-            return agent.actor_mean(torch.from_numpy(obs).to(device)).cpu().numpy()  # sync
+            obs = torch.from_numpy(obs).to(device, non_blocking=True)
+            return agent.actor_mean(obs).cpu().numpy()  # sync
 
     def best_action(obs: np.ndarray) -> np.ndarray:
         """The policy's mean action, (action_dim,), at one observation, (obs_dim,)."""
-        return policy(obs_moments.standardise(obs[None]).astype(np.float32))[0]
+        obs = torch.from_numpy(obs_moments.standardise(obs[None]).astype(np.float32)).to(device)
+        with torch.no_grad():
+            return agent.actor_mean(obs)[0].cpu().numpy()
 
     def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
         """Mean of x over the rows with valid = 1, 0-dim; 0 if there are none."""
@@ -428,7 +432,7 @@ if __name__ == "__main__":
         record(clipfrac=masked_mean(((ratio - 1).abs() > args.clip_coef).float(), valid))
 
     def record(**values: Tensor) -> None:
-        """Keep the latest values for the log, which alone waits for the device."""
+        """Keep the latest values for the log; nothing waits for the device here."""
         losses.update({name: value.detach() for name, value in values.items()})
 
     # ---- Training ------------------------------------------------------------------------------------------

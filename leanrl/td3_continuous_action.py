@@ -170,10 +170,10 @@ def load_checkpoint(args: Args) -> dict:
     for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
         before = args_before.get(name, value)
         if before != value and name in fixed:
-            refuse(f"{file} is of {name} {before}, not {value}")
+            refuse(f"{file} is of {name} {before}, not {value}, and a run goes on as it began")
         if before != value and args.resume and name != "resume":
             print(f"--{name.replace('_', '-')} {value} from here on, it was {before}", file=sys.stderr)
-    return checkpoint | {"file": file}
+    return checkpoint | {"file": file.resolve()}
 
 
 def load_states(state: dict, checkpoint: dict) -> None:
@@ -215,7 +215,7 @@ def make_env(args: Args, videos: Path | None = None) -> gym.Env:
     """Build an environment with flat observations and actions in [-1, 1], filmed into the folder `videos`."""
     warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature has figures of -v4
     try:
-        env = gym.make(args.env_id, render_mode="rgb_array" if videos else None)
+        env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
     except gym.error.Error as error:
         refuse(f"--env-id {args.env_id}: {error}")
     obs, actions = env.observation_space, env.action_space
@@ -316,9 +316,9 @@ if __name__ == "__main__":
 
     # A row of the replay buffer is a whole transition: one copy stores it, one gather fetches a batch.
     columns = [obs_dim, action_dim, 1, 1, obs_dim]  # obs, action, reward, terminated, next obs
-    capacity = args.buffer_size // args.num_envs * args.num_envs
+    capacity = 0 if args.evaluate else args.buffer_size // args.num_envs * args.num_envs
     buffer = torch.zeros(capacity, sum(columns), device=device)
-    size = torch.tensor(1, device=device)  # rows in use; a tensor, because a captured graph freezes numbers
+    size = torch.tensor(1, device=device)  # rows in use, 1 for the warm-up; a graph would freeze a number
     losses: dict[str, Tensor] = {}  # the latest, for the log
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ if __name__ == "__main__":
             update_actor(obs)
 
     def record(**values: Tensor) -> None:
-        """Keep the latest values for the log, which alone waits for the device."""
+        """Keep the latest values for the log; nothing waits for the device here."""
         losses.update({name: value.detach() for name, value in values.items()})
 
     # ---- Training ------------------------------------------------------------------------------------------
@@ -378,13 +378,13 @@ if __name__ == "__main__":
         load_states({"actor": actor} if args.evaluate else state, checkpoint)
     if args.resume:
         size.fill_(min(global_step, capacity))
-        buffer[:size] = checkpoint["buffer"][:size]
+        buffer[:size] = checkpoint.pop("buffer")[:size]
 
     sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
     seed, *env_seeds = sequence.generate_state(1 + args.num_envs).tolist()
     torch.manual_seed(seed)
     envs.action_space.seed(seed)
-    obs, _ = envs.reset(seed=env_seeds)
+    obs = envs.reset(seed=env_seeds)[0].astype(np.float32)
 
     last = bool(args.evaluate) or global_step >= args.total_timesteps
     writer = open_logs(args, folder, global_step)
@@ -400,7 +400,7 @@ if __name__ == "__main__":
             else:
                 if updates == first_update:
                     sps_start = global_step, time.perf_counter()  # counted from the first step that learns
-                actions = act(torch.as_tensor(obs, dtype=torch.float32, device=device)).cpu().numpy()  # sync
+                actions = act(torch.from_numpy(obs).to(device, non_blocking=True)).cpu().numpy()  # sync
                 updates_due += min(args.num_envs, global_step - args.learning_starts) * args.updates_per_step
 
             while updates_due > 0:  # a GPU still works on these while the environments step
@@ -421,9 +421,9 @@ if __name__ == "__main__":
             rows = np.concatenate(transitions, axis=1, dtype=np.float32)
             if not np.isfinite(rows).all():
                 sys.exit(f"{Path(__file__).name}: error: a transition is not finite at step {global_step}")
-            buffer[position : position + args.num_envs] = torch.from_numpy(rows)
+            buffer[position : position + args.num_envs].copy_(torch.from_numpy(rows), non_blocking=True)
             size.fill_(min(global_step, capacity))
-            obs = next_obs
+            obs = next_obs.astype(np.float32)
 
             last = bool(stopping) or global_step >= args.total_timesteps
             if last or global_step % args.log_every < args.num_envs:

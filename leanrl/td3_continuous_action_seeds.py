@@ -36,7 +36,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -190,10 +190,10 @@ def load_checkpoint(args: Args) -> dict:
     for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
         before = args_before.get(name, value)
         if before != value and name in fixed:
-            refuse(f"{file} is of {name} {before}, not {value}")
+            refuse(f"{file} is of {name} {before}, not {value}, and a run goes on as it began")
         if before != value and args.resume and name != "resume":
             print(f"--{name.replace('_', '-')} {value} from here on, it was {before}", file=sys.stderr)
-    return checkpoint | {"file": file}
+    return checkpoint | {"file": file.resolve()}
 
 
 def load_states(state: dict, checkpoint: dict) -> None:
@@ -235,7 +235,7 @@ def make_env(args: Args, videos: Path | None = None) -> gym.Env:
     """Build an environment with flat observations and actions in [-1, 1], filmed into the folder `videos`."""
     warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature has figures of -v4
     try:
-        env = gym.make(args.env_id, render_mode="rgb_array" if videos else None)
+        env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
     except gym.error.Error as error:
         refuse(f"--env-id {args.env_id}: {error}")
     obs, actions = env.observation_space, env.action_space
@@ -341,7 +341,7 @@ class Flat(nn.Module):
         named = sorted(network.named_parameters(), key=lambda item: item[1].numel() % 16 != 0)
         self.network, self.shapes = [network], {name: param.shape for name, param in named}
         flat = parameters_to_vector(param for _, param in named).detach()
-        self.params = nn.Parameter(flat, requires_grad=named[0][1].requires_grad)
+        self.params = nn.Parameter(flat, requires_grad=all(param.requires_grad for _, param in named))
         vector_to_parameters(flat, [param.requires_grad_(False) for _, param in named])
 
     def forward(self, *inputs: Tensor, **options) -> Tensor | tuple[Tensor, ...]:
@@ -449,11 +449,11 @@ if __name__ == "__main__":
 
     # A row of the replay buffer is a whole transition: one copy stores it, one gather fetches a batch.
     columns = [obs_dim, action_dim, 1, 1, obs_dim]  # obs, action, reward, terminated, next obs
-    capacity = args.buffer_size // args.num_envs * args.num_envs
+    capacity = 0 if args.evaluate else args.buffer_size // args.num_envs * args.num_envs
     buffer = torch.zeros(num_agents, capacity, sum(columns), device=device)  # [seeds 2]
     first_rows = torch.arange(num_agents, device=device)[:, None] * capacity
     streams = torch.zeros(num_agents, dtype=torch.int64, device=device)  # [seeds 3]
-    size = torch.tensor(1, device=device)  # rows in use; a tensor, because a captured graph freezes numbers
+    size = torch.tensor(1, device=device)  # rows in use, 1 for the warm-up; a graph would freeze a number
     # [fast 3] The latest losses have a place: what a captured function returns is cloned at each call.
     names = ("qf_loss", "qf1_loss", "qf2_loss", "actor_loss")
     losses = {name: torch.zeros(num_agents, device=device) for name in names}  # [seeds 2]
@@ -507,7 +507,7 @@ if __name__ == "__main__":
             update_actor(obs)
 
     def record(**values: Tensor) -> None:
-        """Keep the latest values for the log, which alone waits for the device."""
+        """Keep the latest values for the log; nothing waits for the device here."""
         for name, value in values.items():
             losses[name].copy_(value.detach().view_as(losses[name]))  # [fast 3]
 
@@ -524,7 +524,7 @@ if __name__ == "__main__":
         load_states({"actor": states[agent]["actor"]} if args.evaluate else states[agent], checkpoint)
         if args.resume:
             size.fill_(min(global_step, capacity))
-            buffer[agent, :size] = checkpoint["buffer"][:size]
+            buffer[agent, :size] = checkpoint.pop("buffer")[:size]
 
     # [fast 1] The policy and the two halves of a gradient step are a graph each. Measured: 1.38 times eager.
     if args.compile:
@@ -561,7 +561,7 @@ if __name__ == "__main__":
     streams.copy_(torch.tensor(seeds) << 31)  # [seeds 3] so far apart
     spaces = [gym.vector.utils.batch_space(envs.single_action_space, args.num_envs) for _ in seeds]
     action_space = gym.spaces.Tuple(spaces, seed=seeds)
-    obs, _ = envs.reset(seed=env_seeds)
+    obs = envs.reset(seed=env_seeds)[0].astype(np.float32)
 
     last = bool(args.evaluate) or global_step >= args.total_timesteps
     writers = list(map(open_logs, each, folders, [global_step] * num_agents))  # [seeds 4]
@@ -571,14 +571,16 @@ if __name__ == "__main__":
     startup_seconds = time.perf_counter() - START_TIME
     sps, sps_start = None, (global_step, time.perf_counter())
     alive, lost = list(range(num_agents)), {}  # [seeds 5] agents with numbers that are not finite
-    with closing(envs), bar:  # [seeds 4]
+    with closing(envs), bar, ExitStack() as logs:  # [seeds 4]
+        for writer in writers:
+            logs.enter_context(writer)
         while not last:
             if global_step < args.learning_starts:
                 actions = np.concatenate(action_space.sample())  # [seeds 1]
             else:
                 if updates == first_update:
                     sps_start = global_step, time.perf_counter()  # counted from the first step that learns
-                actions = act(torch.as_tensor(obs, dtype=torch.float32, device=device)).cpu().numpy()  # sync
+                actions = act(torch.from_numpy(obs).to(device, non_blocking=True)).cpu().numpy()  # sync
                 updates_due += min(args.num_envs, global_step - args.learning_starts) * args.updates_per_step
 
             while updates_due > 0:  # a GPU still works on these while the environments step
@@ -601,9 +603,9 @@ if __name__ == "__main__":
             for index in np.flatnonzero(~np.isfinite(rows).all(axis=1)):  # [seeds 5]
                 lost.setdefault(int(index) // args.num_envs, f"a transition is not finite at {global_step}")
             rows = torch.from_numpy(rows).view(num_agents, args.num_envs, -1)  # [seeds 2]
-            buffer[:, position : position + args.num_envs] = rows
+            buffer[:, position : position + args.num_envs].copy_(rows, non_blocking=True)
             size.fill_(min(global_step, capacity))
-            obs = next_obs
+            obs = next_obs.astype(np.float32)
 
             last = bool(stopping) or global_step >= args.total_timesteps
             if last or global_step % args.log_every < args.num_envs:
