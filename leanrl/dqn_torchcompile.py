@@ -21,8 +21,7 @@ Deviations from the paper; the first four are CleanRL's:
 - rewards are not clipped, and the error is squared as it is (paper: both clipped to [-1, 1]);
 - transitions are drawn with replacement;
 - evaluation takes the best actions (paper: a random one in twenty);
-- the gradient steps come before the environment step, so that a GPU learns while the CPU simulates: they see
-  the replay buffer up to the previous transition.
+- the gradient steps come before the environment step: they see the buffer up to the previous transition.
 """
 
 import time
@@ -184,7 +183,7 @@ def load_checkpoint(args: Args) -> dict:
     for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
         before = args_before.get(name, value)
         if before != value and name in fixed:
-            refuse(f"{file} is of {name} {before}, not {value}, and a run goes on as it began")
+            refuse(f"{file} is of {name} {before}, not {value}: it has to be the same")
         if before != value and args.resume and name != "resume":
             print(f"--{name.replace('_', '-')} {value} from here on, it was {before}", file=sys.stderr)
     return checkpoint | {"file": file.resolve()}
@@ -490,6 +489,8 @@ if __name__ == "__main__":
     if args.evaluate or (args.eval_episodes and not stopping):
         env = make_env(args, folder / "evaluation" / "videos" if args.capture_video else None)
         eval_returns = evaluate(args, env, best_action, stopping)
+    if args.track:
+        sys.modules["wandb"].finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast 1, 4]
     summary |= {"updates": updates, "episodes": len(returns), "eval_returns": eval_returns}

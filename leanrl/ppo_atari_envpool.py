@@ -169,7 +169,7 @@ def load_checkpoint(args: Args) -> dict:
     for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
         before = args_before.get(name, value)
         if before != value and name in fixed:
-            refuse(f"{file} is of {name} {before}, not {value}, and a run goes on as it began")
+            refuse(f"{file} is of {name} {before}, not {value}: it has to be the same")
         if before != value and args.resume and name != "resume":
             print(f"--{name.replace('_', '-')} {value} from here on, it was {before}", file=sys.stderr)
     return checkpoint | {"file": file.resolve()}
@@ -479,6 +479,8 @@ if __name__ == "__main__":
         videos = folder / "evaluation" / "videos" if args.capture_video else None
         env = make_envs(replace(args, num_envs=1), 0, videos, learning=False)
         eval_returns = evaluate(args, env, best_action, stopping)
+    if args.track:
+        sys.modules["wandb"].finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": False, "cudagraphs": False}
     summary |= {"updates": updates, "episodes": len(returns), "eval_returns": eval_returns}

@@ -172,7 +172,7 @@ def load_checkpoint(args: Args) -> dict:
     for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
         before = args_before.get(name, value)
         if before != value and name in fixed:
-            refuse(f"{file} is of {name} {before}, not {value}, and a run goes on as it began")
+            refuse(f"{file} is of {name} {before}, not {value}: it has to be the same")
         if before != value and args.resume and name != "resume":
             print(f"--{name.replace('_', '-')} {value} from here on, it was {before}", file=sys.stderr)
     return checkpoint | {"file": file.resolve()}
@@ -336,7 +336,6 @@ if __name__ == "__main__":
     state = {"agent": agent, "optimizer": optimizer}
     for name, moments in {"obs_moments": obs_moments, "return_moments": return_moments}.items():
         state[name] = nn.ParameterDict({key: torch.from_numpy(array) for key, array in vars(moments).items()})
-
     # A row is a step of an environment: obs, action, reward, terminated, valid. One more has the last obs.
     rollout = torch.zeros(args.num_steps + 1, args.num_envs, obs_dim + action_dim + 3)
     parts = rollout.split([obs_dim, action_dim, 1, 1, 1], dim=2)
@@ -453,9 +452,8 @@ if __name__ == "__main__":
     writer = open_logs(args, folder, global_step)
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
-    saved_step = global_step
     startup_seconds = time.perf_counter() - START_TIME
-    sps, sps_start = None, (global_step, time.perf_counter())
+    saved_step, sps, sps_start = global_step, None, (global_step, time.perf_counter())
     with closing(envs), writer, bar:
         while not last:
             remaining = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
@@ -511,6 +509,8 @@ if __name__ == "__main__":
     if args.evaluate or (args.eval_episodes and not stopping):
         env = make_env(args, folder / "evaluation" / "videos" if args.capture_video else None)
         eval_returns = evaluate(args, env, best_action, stopping)
+    if args.track:
+        sys.modules["wandb"].finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": False, "cudagraphs": False}
     summary |= {"updates": updates, "episodes": len(returns), "eval_returns": eval_returns}

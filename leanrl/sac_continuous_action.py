@@ -16,8 +16,7 @@ Deviations from the paper; the first three are CleanRL's:
 - every `policy_frequency`-th gradient step updates the actor, `policy_frequency` times on that step's batch;
 - log(std) is squashed into [-5, 2] by a tanh (paper: clipped to [-20, 2]);
 - the entropy coefficient learns from the log-probabilities of the actor's loss (CleanRL: of new actions);
-- the gradient steps come before the environment step, so that a GPU learns while the CPU simulates: they see
-  the replay buffer up to the previous transition;
+- the gradient steps come before the environment step: they see the buffer up to the previous transition;
 - actions, and their entropy, are in [-1, 1] throughout: a wrapper scales them to the environment's bounds.
 """
 
@@ -174,7 +173,7 @@ def load_checkpoint(args: Args) -> dict:
     for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
         before = args_before.get(name, value)
         if before != value and name in fixed:
-            refuse(f"{file} is of {name} {before}, not {value}, and a run goes on as it began")
+            refuse(f"{file} is of {name} {before}, not {value}: it has to be the same")
         if before != value and args.resume and name != "resume":
             print(f"--{name.replace('_', '-')} {value} from here on, it was {before}", file=sys.stderr)
     return checkpoint | {"file": file.resolve()}
@@ -379,8 +378,7 @@ if __name__ == "__main__":
         actor_optimizer.step()
         record(alpha=alpha, actor_loss=actor_loss)
         if args.autotune:
-            target_entropy = -action_dim  # appendix D
-            alpha_loss = -log_alpha.exp() * (log_prob.detach() + target_entropy).mean(-1)  # equation 18
+            alpha_loss = -log_alpha.exp() * (log_prob.detach() - action_dim).mean(-1)  # eq. 18, appendix D
             alpha_optimizer.zero_grad()
             alpha_loss.backward()
             alpha_optimizer.step()
@@ -469,6 +467,8 @@ if __name__ == "__main__":
     if args.evaluate or (args.eval_episodes and not stopping):
         env = make_env(args, folder / "evaluation" / "videos" if args.capture_video else None)
         eval_returns = evaluate(args, env, best_action, stopping)
+    if args.track:
+        sys.modules["wandb"].finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": False, "cudagraphs": False}
     summary |= {"updates": updates, "episodes": len(returns), "eval_returns": eval_returns}

@@ -16,8 +16,7 @@ Tags:  every place that differs from it opens with `# [seeds k]`; docs/tricks.md
 Deviations from the paper; the first is CleanRL's and that of the authors' later code:
 - networks of 256 and 256 units, batches of 256, learning rate 3e-4, 25,000 random steps (paper: 400 and 300,
   100, 1e-3, 10,000);
-- the gradient steps come before the environment step, so that a GPU learns while the CPU simulates: they see
-  the replay buffer up to the previous transition;
+- the gradient steps come before the environment step: they see the buffer up to the previous transition;
 - actions, and noise on them, are in [-1, 1] throughout: a wrapper scales them to the environment's bounds.
 """
 
@@ -190,7 +189,7 @@ def load_checkpoint(args: Args) -> dict:
     for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
         before = args_before.get(name, value)
         if before != value and name in fixed:
-            refuse(f"{file} is of {name} {before}, not {value}, and a run goes on as it began")
+            refuse(f"{file} is of {name} {before}, not {value}: it has to be the same")
         if before != value and args.resume and name != "resume":
             print(f"--{name.replace('_', '-')} {value} from here on, it was {before}", file=sys.stderr)
     return checkpoint | {"file": file.resolve()}
