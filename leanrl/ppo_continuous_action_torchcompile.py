@@ -402,7 +402,7 @@ if __name__ == "__main__":
     losses = {name: torch.zeros((), device=device) for name in ["explained_variance", *names]}
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
-    def torch_policy(obs: np.ndarray) -> np.ndarray:
+    def torch_policy(obs: np.ndarray) -> np.ndarray:  # [fast 6]
         """The policy's mean actions, (num_envs, action_dim), at standardised obs (num_envs, obs_dim)."""
         with torch.no_grad():
             obs = torch.from_numpy(obs).to(device, non_blocking=True)

@@ -550,7 +550,7 @@ if __name__ == "__main__":
     if (args.compile or cudagraphs) and not args.evaluate:
         saved = {name: copy.deepcopy(item.state_dict()) for name, item in state.items()}
         for kind in (6 if cudagraphs else 1) * kinds:  # captured, four warm up, one records and one replays
-            act(torch.zeros(num_agents * args.num_envs, obs_dim, device=device))
+            act(torch.zeros(num_agents * args.num_envs, obs_dim, device=device))  # [seeds 2]
             update(*kind)
         load_states(state, saved)
 
@@ -643,7 +643,8 @@ if __name__ == "__main__":
             eval_returns.append(evaluate(each[agent], env, policy, stopping) if agent in alive else [])
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast 1, 4]
-    summary |= {"updates": updates, "episodes": list(map(len, returns)), "eval_returns": eval_returns}
+    episodes = [len(totals) for totals in returns]  # [seeds 4]
+    summary |= {"updates": updates, "episodes": episodes, "eval_returns": eval_returns}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         means = [float(np.mean(totals[-count:])) if totals else None for totals in returns]  # [seeds 5]
         summary[name] = [None if agent in lost else mean for agent, mean in enumerate(means)]
