@@ -1,5 +1,4 @@
-"""Tiny environments of which everything is known: for `--env-id envs:Scripted-v0` and so on with tests/ on sys.path, and in
-place of EnvPool's games."""
+"""Tiny environments of which all is known: envs:Scripted-v0 and so on, or in place of EnvPool's games."""
 
 from collections.abc import Iterator
 from itertools import count
@@ -9,18 +8,10 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete
 
-# The episodes of Scripted-v0 as (length, terminated, truncated), repeated for ever: every kind of end, also in a first
-# step, in consecutive steps, and both ends at once.
-EPISODES = [
-    (3, True, False),
-    (1, True, False),
-    (1, False, True),
-    (4, False, True),
-    (2, True, True),
-    (1, True, True),
-    (1, False, True),
-    (5, False, True),
-]
+# The episodes of Scripted-v0 as (length, terminated, truncated), repeated for ever: every kind of end, also
+# in a first step, in consecutive steps, and both ends at once.
+LENGTHS, TERMINATED, TRUNCATED = (3, 1, 1, 4, 2, 1, 1, 5), (1, 1, 0, 0, 1, 1, 0, 0), (0, 0, 1, 1, 1, 1, 1, 1)
+EPISODES = [*zip(LENGTHS, map(bool, TERMINATED), map(bool, TRUNCATED), strict=True)]
 
 
 def episode_end(seed: int, episode: int) -> tuple[int, bool, bool]:
@@ -29,7 +20,7 @@ def episode_end(seed: int, episode: int) -> tuple[int, bool, bool]:
 
 
 def observation(seed: int, episode: int, step: int) -> np.ndarray:
-    """What is seen after `step` steps of an episode: no two are alike, also across environments; not exact in float32."""
+    """What is seen after `step` steps of an episode, never the same twice, nor exact in float32."""
     return np.array([[seed / 2**32, episode], [step, 0.1 * step]])
 
 
@@ -39,7 +30,7 @@ def reward(episode: int, step: int) -> float:
 
 
 class Scripted(gym.Env):
-    """Goes through EPISODES whatever the actions are, which must be valid; keeps the actions and the seeds it was given."""
+    """Goes through EPISODES whatever the actions are, which must be valid; keeps actions and seeds."""
 
     observation_space = Box(-np.inf, np.inf, (2, 2), np.float64)
 
@@ -63,7 +54,13 @@ class Scripted(gym.Env):
         earned = reward(self.episode, self.step_index)
         self.step_index += 1
         last = self.step_index == length
-        return observation(self.seeds[0], self.episode, self.step_index), earned, last and terminated, last and truncated, {}
+        return (
+            observation(self.seeds[0], self.episode, self.step_index),
+            earned,
+            last and terminated,
+            last and truncated,
+            {},
+        )
 
 
 class Row(NamedTuple):
@@ -92,9 +89,10 @@ def scripted_rows(seed: int) -> Iterator[Row]:
         yield Row(observation(seed, episode, length))
 
 
-# The games of ScriptedGames, repeated for ever, as (steps of each life, whether the game is cut short at the end): lives of
+# The games of ScriptedGames, repeated for ever, as (steps of each life, whether the end is a cut): lives of
 # one step, also in a row, and games cut in their first step, in consecutive games, and after a lost life.
-GAMES = [((3, 1, 2), False), ((1,), False), ((1, 1, 1), False), ((2, 3), True), ((1,), True), ((1,), True), ((5,), True)]
+GAMES = [((3, 1, 2), False), ((1,), False), ((1, 1, 1), False)]
+GAMES += [((2, 3), True), ((1,), True), ((1,), True), ((5,), True)]
 SCORES = [0, 4, -1, 0, 7, 1]
 
 
@@ -104,7 +102,7 @@ def frames(seed: int, game: int, step: int) -> np.ndarray:
 
 
 def game_rows(seed: int) -> Iterator[Row]:
-    """Yield, for ever, what one of the ScriptedGames goes through; environments start at different places of the list."""
+    """Yield, for ever, what one of ScriptedGames goes through; each starts at another place of the list."""
     for game in count():
         lives, cut = GAMES[(seed + game) % len(GAMES)]
         step = count()
@@ -118,8 +116,8 @@ def game_rows(seed: int) -> Iterator[Row]:
             yield Row(frames(seed, game, next(step)))
 
 
-class ScriptedGames:
-    """In place of `envpool.make`: goes through GAMES whatever the actions are, which must be valid, and keeps the actions.
+class ScriptedGames(gym.Env):
+    """In place of `envpool.make`: goes through GAMES whatever the actions are, if valid, and keeps those.
 
     As with EnvPool, a lost life looks like an end, but for info["terminated"].
     """
@@ -137,7 +135,7 @@ class ScriptedGames:
         self.step_ahead = next(self.steps)
         return np.stack([row.obs for row in self.step_ahead])
 
-    def reset(self, *, seed=None):
+    def reset(self):
         return self._observe(), {}
 
     def step(self, actions):
@@ -150,12 +148,9 @@ class ScriptedGames:
         rewards = columns["reward"].astype(np.float32) if self.reward_clip else info["reward"]
         return self._observe(), rewards, columns["terminated"], columns["truncated"], info
 
-    def close(self):
-        pass
-
 
 class Probe(gym.Env):
-    """Episodes of `length` steps with the value known; they end as `terminated` says, or else as truncated."""
+    """Episodes of `length` steps with known values; they end as `terminated` says, or else as truncated."""
 
     observation_space = Box(-10, 10, (1,), np.float32)
 
@@ -202,9 +197,9 @@ class Careless(gym.Env):
 
 
 class Faulty(gym.Env):
-    """The second that is made may have a `fault` in its sixth step: a reward or observation that is no finite number.
+    """The second that is made may have a `fault` in its sixth step: a reward or observation is not finite.
 
-    Its episodes have three steps, of which the sixth ends the second; "reset" is a fault in what is seen next.
+    Episodes have three steps, so the sixth ends the second; "reset" is a fault in what is seen next.
     """
 
     observation_space = Box(-np.inf, np.inf, (2,), np.float32)
@@ -223,17 +218,10 @@ class Faulty(gym.Env):
         return np.array([0, np.nan if self._has("reset") else 0], np.float32), {}
 
     def step(self, action):
+        assert self.action_space.contains(action), action
         self.steps += 1
         obs = np.array([self.steps % 3, np.nan if self._has("observation") else 0], np.float32)
         return obs, np.inf if self._has("reward") else 1.0, False, self.steps % 3 == 0, {}
-
-
-class Wide(Scripted):
-    """Takes actions of which some bounds are nearly the largest numbers of float32."""
-
-    def __init__(self):
-        super().__init__()
-        self.action_space = Box(np.array([-1, -3e38, -3.4e38], np.float32), np.array([0.5, 3.4e38, 3e38], np.float32))
 
 
 class Bytes(Scripted):
@@ -255,28 +243,25 @@ class Bytes(Scripted):
         return self.image(self.seeds[0], self.episode, self.step_index), *rest
 
 
-class Images(Scripted):
-    """Shows images, all of them black."""
+class Unbounded(Careless):
+    """Takes actions without bounds."""
 
-    observation_space = Box(0, 1, (84, 84, 4), np.float32)
-
-    def reset(self, **options):
-        return np.zeros((84, 84, 4), np.float32), super().reset(**options)[1]
-
-    def step(self, action):
-        return np.zeros((84, 84, 4), np.float32), *super().step(action)[1:]
+    def __init__(self):
+        super().__init__()
+        self.action_space = Box(-np.inf, np.inf, (2,), np.float32)
 
 
-def broken(message: str):
-    """Raise an error with this message, in place of making an environment."""
-    raise RuntimeError(message)
+class DictObs(Careless):
+    """Shows a dict."""
+
+    observation_space = Dict(position=Box(-1, 1, (1,), np.float32))
 
 
-class Refused(gym.Env):
-    """An environment with spaces that a script cannot use; nothing else works."""
+class Talkative(Careless):
+    """Cannot be made, and says so in two lines."""
 
-    def __init__(self, observation_space, action_space):
-        self.observation_space, self.action_space = observation_space, action_space
+    def __init__(self):
+        raise RuntimeError("one line\n  and another")
 
 
 def choosing(kind: type[gym.Env]) -> type[gym.Env]:
@@ -290,48 +275,24 @@ def choosing(kind: type[gym.Env]) -> type[gym.Env]:
     return Choosing
 
 
-def always(value):
-    """A function of two arguments that ignores them."""
-    return lambda *_: value
+def register(kind: type[gym.Env], name: str = "", **options) -> None:
+    """Let gym.make find a kind of environment, with actions of either sort.
+
+    None takes a `render_mode`: one that draws nothing need not.
+    """
+    for suffix, either in {"": kind, "Choices": choosing(kind)}.items():
+        gym.register(f"{name or kind.__name__}{suffix}-v0", entry_point=either, kwargs=options)
 
 
-# None takes a `render_mode`: an environment that draws nothing need not.
-unit = Box(-1, 1, (1,), np.float32)
-for name, entry_point, options in [
-    ("Scripted", Scripted, {}),
-    # Value 1.
-    ("ConstantReward", Probe, {"length": 1, "terminated": True, "observe": always(0), "reward": always(1)}),
-    # The value is the observation.
-    (
-        "ObservationReward",
-        Probe,
-        {"length": 1, "terminated": True, "observe": lambda _, rng: rng.uniform(-1, 1), "reward": lambda _, seen: seen},
-    ),
-    # At observations 0, 1 and 2 the value is gamma^2, gamma and 1.
-    (
-        "LateReward",
-        Probe,
-        {"length": 3, "terminated": True, "observe": lambda step, _: step, "reward": lambda step, _: float(step == 2)},
-    ),
-    # Value 1 / (1 - gamma), however soon episodes are cut: their state goes on.
-    ("Truncated", Probe, {"length": 3, "terminated": False, "observe": always(0), "reward": always(1)}),
-    ("Discrete", Refused, {"observation_space": unit, "action_space": Discrete(2)}),
-    ("Unbounded", Refused, {"observation_space": unit, "action_space": Box(-np.inf, np.inf, (1,), np.float32)}),
-    ("Integers", Refused, {"observation_space": unit, "action_space": Box(0, 3, (1,), np.int64)}),
-    (
-        "NoWidth",
-        Refused,
-        {"observation_space": unit, "action_space": Box(np.array([-1, 2], np.float32), np.array([1, 2], np.float32))},
-    ),
-    ("Talkative", broken, {"message": "one line\n  and another"}),
-    ("Silent", broken, {"message": ""}),
-    ("Careless", Careless, {}),
-    ("Faulty", Faulty, {}),
-    ("Wide", Wide, {}),
-    ("Images", Images, {}),
-    ("Bytes", Bytes, {}),
-    ("DictObs", Refused, {"observation_space": Dict(position=unit), "action_space": unit}),
-]:
-    gym.register(f"{name}-v0", entry_point=entry_point, kwargs=options)
-    if isinstance(entry_point, type) and entry_point is not Refused:
-        gym.register(f"{name}Choices-v0", entry_point=choosing(entry_point), kwargs=options)
+for kind in (Scripted, Careless, Faulty, Bytes, Unbounded, DictObs, Talkative):
+    register(kind)
+# Value 1.
+register(Probe, "ConstantReward", length=1, terminated=True, observe=lambda *_: 0, reward=lambda *_: 1)
+# The value is the observation.
+SEEN = {"observe": lambda _, rng: rng.uniform(-1, 1), "reward": lambda _, seen: seen}
+register(Probe, "ObservationReward", length=1, terminated=True, **SEEN)
+# At observations 0, 1 and 2 the value is gamma^2, gamma and 1.
+LATE = {"observe": lambda step, _: step, "reward": lambda step, _: float(step == 2)}
+register(Probe, "LateReward", length=3, terminated=True, **LATE)
+# Value 1 / (1 - gamma), however soon episodes are cut: their state goes on.
+register(Probe, "Truncated", length=3, terminated=False, observe=lambda *_: 0, reward=lambda *_: 1)

@@ -13,10 +13,10 @@ MADE_ON_THE_HOST = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
 class Renamed(TorchFunctionMode):
-    """Gives whoever asks for "cuda" the memory of another device, of which every tensor then says that it is "cuda".
+    """Gives whoever asks for "cuda" the memory of another device, of which every tensor then says "cuda".
 
-    In memory of "meta" nothing has values, but what is the host's and what the device's is known. In memory of "cpu"
-    values are right, but the host's tensors say that they are the device's as well.
+    In memory of "meta" nothing has values, but what is the host's and what the device's is known. In memory
+    of "cpu" values are right, but the host's tensors say that they are the device's as well.
     """
 
     def __init__(self, memory: str):
@@ -24,7 +24,8 @@ class Renamed(TorchFunctionMode):
         self.memory = torch.device(memory)
 
     def __torch_function__(self, function: Callable, types, args=(), kwargs=None):
-        args, kwargs = [self._renamed(arg) for arg in args], {key: self._renamed(arg) for key, arg in (kwargs or {}).items()}
+        args = [self._renamed(arg) for arg in args]
+        kwargs = {key: self._renamed(arg) for key, arg in (kwargs or {}).items()}
         if function in MADE_ON_THE_HOST and kwargs.get("device") == self.memory:
             return function(*args, **kwargs | {"device": None}).to(self.memory)
         result = function(*args, **kwargs)
@@ -40,16 +41,13 @@ class Renamed(TorchFunctionMode):
 def pretended_cuda(memory: str, synchronize: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Let PyTorch say that there is a CUDA device, whose tensors are those of the device `memory`.
 
-    The host and the device draw from one generator, the host's: so what runs here draws what it would draw on the CPU.
+    Host and device draw from one generator, the host's: what runs here draws what it would draw on the CPU.
     """
     answers = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "current_device": lambda: 0,
         "synchronize": synchronize,
-        "mem_get_info": lambda: (2**40, 2**40),
-        "max_memory_allocated": lambda: 0,
-        "get_device_name": lambda: "pretended",
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
     }
@@ -58,8 +56,8 @@ def pretended_cuda(memory: str, synchronize: Callable[[], None] = lambda: None) 
 
 
 def waits(function: torch._ops.OpOverload, args: tuple) -> bool:
-    """Whether the host has to wait for the device in an ATen call, for a number or for how large the result is."""
+    """Whether the host has to wait for the device in a call: for a number, or how large the result is."""
     if function.overloadpacket in INDEXING:
-        # The result has as many rows as the mask says. Indices of other types leave nothing to ask.
+        # The result has as many rows as a mask says. Indices of other types leave nothing to ask.
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*function.tags})

@@ -1,10 +1,12 @@
-"""What goes between the host and a CUDA device, counted without one: the device's tensors are on "meta", the host's are real.
+"""What goes between the host and a CUDA device, counted without one: the device's tensors are on "meta".
 
-On "meta" nothing is computed, so what comes back to the host is zeros, or a one where a number is asked for. But where each
-tensor is, is known, and so is each copy and each wait: more than a GPU tells, which waits without a word. What the host sends
-without waiting has to stay as it is until the next wait, for the device may read it at any time until then.
+On "meta" nothing is computed, so what comes back to the host is zeros, or a one where a number is asked for.
+But where each tensor is, is known, and so is each copy and each wait: more than a GPU tells, which waits
+without a word. What the host sends without waiting has to stay as it is until the next wait, for the device
+may read it at any time until then.
 
-Not as on a GPU: an operation that one of its own kernels would make wait is not known here, unless PyTorch has tagged it.
+Not as on a GPU: an operation that one of its own kernels would make wait is not known here, unless PyTorch
+has tagged it.
 """
 
 import linecache
@@ -26,11 +28,12 @@ from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 # These take memory, or look at some differently, and launch nothing.
-NO_KERNEL = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view}
+NO_KERNEL = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+NO_KERNEL |= {aten._unsafe_view}
 CAPTURED = {"act", "prepare", "update"}
 
 
-class TrafficError(Exception):  # no RuntimeError, of which scripts only warn while they save
+class TrafficError(Exception):
     """What a GPU refuses, or what must not happen in what is to be captured."""
 
 
@@ -43,17 +46,21 @@ def script_frames() -> Iterator[FrameType]:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts operations, copies and waits of a device on "meta"; none but operations may come from act, prepare or update."""
+    """Counts operations, copies and waits of a device on "meta". CAPTURED may have none but operations."""
 
     def __init__(self):
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.steps: list[Counter[str]] = []  # what was counted by each step of the environments
-        self.under_way: list[tuple[Tensor, Tensor]] = []  # what the host has sent without waiting, and its content then
+        # What the host has sent without waiting, and its content then.
+        self.under_way: list[tuple[Tensor, Tensor]] = []
 
     def between_steps(self) -> list[Counter[str]]:
         """What was counted from each step of the environments to the next one."""
-        return [Counter({key: after[key] - before[key] for key in after}) for before, after in pairwise(self.steps)]
+        return [
+            Counter({key: after[key] - before[key] for key in after})
+            for before, after in pairwise(self.steps)
+        ]
 
     def note(self, *events: str) -> None:
         """Count copies and waits, and refuse them where there must not be any."""
@@ -81,8 +88,11 @@ class Traffic(TorchDispatchMode):
         if function is aten.copy_.default and on_host:
             self._copied(*args, **kwargs)
             return args[0] if args[0].is_meta else args[0].zero_()
-        if function is aten._to_copy.default and (on_host or kwargs.get("device", args[0].device).type == "cpu"):
-            result = torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
+        if function is aten._to_copy.default and (
+            on_host or kwargs.get("device", args[0].device).type == "cpu"
+        ):
+            dtype = kwargs.get("dtype") or args[0].dtype
+            result = torch.zeros(args[0].shape, dtype=dtype, device=kwargs["device"])
             self._copied(result, args[0], kwargs.get("non_blocking", False))
             return result
         if function is aten._local_scalar_dense.default:
@@ -95,13 +105,14 @@ class Traffic(TorchDispatchMode):
             self.fail(f"{function} on tensors of the host and of the device")
         if on_host and "device" not in kwargs:
             self.note("number of the host")
-        view = function._schema.returns and all(r.alias_info and not r.alias_info.is_write for r in function._schema.returns)
+        aliases = [result.alias_info for result in function._schema.returns]
+        view = aliases and all(alias and not alias.is_write for alias in aliases)
         self.counts["operation"] += not view and function.overloadpacket not in NO_KERNEL
         return function(*args, **kwargs)
 
     def _copied(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> None:
-        # The host waits for what it copies, unless told otherwise, and for what comes from the device in any case: nothing
-        # here is pinned.
+        # The host waits for what it copies, unless told otherwise, and for what comes from the device in any
+        # case: nothing here is pinned.
         sent = target.is_meta and non_blocking
         self.note("to the device" if target.is_meta else "to the host", *["wait"] * (not sent))
         if sent:
