@@ -28,7 +28,9 @@ from conftest import ROOT, SHORT, make_commit, profile, profile_shares
 from torch.autograd import DeviceType
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
+)
 def test_tables_are_those_of_the_results(path):
     assert report.render(path.read_text()) == path.read_text()
 
@@ -45,23 +47,42 @@ def test_where_nothing_is_preloaded_leaving_it_out_is_no_setting(monkeypatch):
     assert not settings.applies("sac_continuous_action", settings.SETTINGS["MKL's own choice of code"])
 
 
-def line(mode: str, sps: float, startup: float | None = 1.0, cold: bool = False, gpu: str | None = None, **more) -> dict:
+def line(
+    mode: str, sps: float, startup: float | None = 1.0, cold: bool = False, gpu: str | None = None, **more
+) -> dict:
     """A line of results, as far as a table needs it."""
     hardware = {"cpu": "A CPU", "cores": 2, "gpu": gpu}
-    result = {"algorithm": "sac", "env_id": "World-v0", "mode": mode, "sps": sps, "status": "ok", "startup_seconds": startup}
+    result = {
+        "algorithm": "sac",
+        "env_id": "World-v0",
+        "mode": mode,
+        "sps": sps,
+        "status": "ok",
+        "startup_seconds": startup,
+    }
     result |= {"cold_start": cold, "versions": {"python": "3.12.1", "envpool": None}, "hardware": hardware}
     return result | {"git_commit": "0123456789"} | more
 
 
 def test_speed_table_gives_median_range_and_ratios():
-    runs = [line("eager", 100), line("compile", 150, 20.0, cold=True), line("compile", 200, 5.0), line("compile", 250, 6.0)]
+    runs = [
+        line("eager", 100),
+        line("compile", 150, 20.0, cold=True),
+        line("compile", 200, 5.0),
+        line("compile", 250, 6.0),
+    ]
     table = tables.speed_table([*runs, line("sbx", 80, startup=None), {"status": "failed"}])
     assert "| sac: LeanRL `--compile` | 200 (150-250) | 2.00 | 2.50 | 20.0 | 5.5 |" in table
     assert "| sac: SBX (JAX) | 80 | 0.80 | 1.00 |  |  |" in table
     assert table.endswith("A CPU, 2 cores; no GPU; python 3.12.1; commit 0123456")
-    seeded = [line(mode, sps, seed=seed) for mode, sps, seed in (("eager", 90, 1), ("eager", 100, 2), ("compile", 180, 1))]
+    seeded = [
+        line(mode, sps, seed=seed)
+        for mode, sps, seed in (("eager", 90, 1), ("eager", 100, 2), ("compile", 180, 1))
+    ]
     table = tables.speed_table([*seeded, line("compile", 150, seed=2), line("compile", 400, seed=3)])
-    assert "| sac: LeanRL `--compile` | 180 (150-400) | 1.89 (1.50-2.00) |  |" in table  # of seed 3 there is no pair
+    assert (
+        "| sac: LeanRL `--compile` | 180 (150-400) | 1.89 (1.50-2.00) |  |" in table
+    )  # of seed 3 there is no pair
     assert "| sac: LeanRL eager | 95 (90-100) | 1.00 |  |" in table
 
 
@@ -70,12 +91,19 @@ def test_modes_are_the_same_everywhere():
 
 
 def test_machines_are_never_mixed():
-    runs = [line("eager", 100), line("compile", 200), line("eager", 400, gpu="A GPU"), line("both", 2000, gpu="A GPU")]
+    runs = [
+        line("eager", 100),
+        line("compile", 200),
+        line("eager", 400, gpu="A GPU"),
+        line("both", 2000, gpu="A GPU"),
+    ]
     told = line("compile", 300)
     told["hardware"]["mkl"] = "as on Intel"
     fewer = line("compile", 50, threads=1)
     tables_and_machines = tables.speed_table([*runs, told, fewer]).split("\n\n")
-    first, first_machine, second, second_machine, third, third_machine, fourth, fourth_machine = tables_and_machines
+    first, first_machine, second, second_machine, third, third_machine, fourth, fourth_machine = (
+        tables_and_machines
+    )
     assert "| sac: LeanRL `--compile` | 200 | 2.00 |" in first
     assert "| sac: LeanRL `--compile --cudagraphs` | 2000 | 5.00 |" in second
     assert "| sac: LeanRL `--compile` | 300 |  |" in third
@@ -87,9 +115,15 @@ def test_machines_are_never_mixed():
 
 
 def test_gpu_seconds_are_given_per_million_steps():
-    runs = [line("both", 700, gpu="A GPU", gpu_busy_seconds=busy, total_timesteps=12_000) for busy in (4.0, 5.0, 6.0)]
+    runs = [
+        line("both", 700, gpu="A GPU", gpu_busy_seconds=busy, total_timesteps=12_000)
+        for busy in (4.0, 5.0, 6.0)
+    ]
     runs = [run | {"learning_starts": 2_000} for run in runs]  # in which the GPU learns nothing
-    assert "| sac: LeanRL `--compile --cudagraphs` | 700 (700-700) |  |  |  | 1.0 | 500 |" in tables.speed_table(runs)
+    assert (
+        "| sac: LeanRL `--compile --cudagraphs` | 700 (700-700) |  |  |  | 1.0 | 500 |"
+        in tables.speed_table(runs)
+    )
 
 
 def test_a_table_that_there_is_not_is_told():
@@ -97,7 +131,9 @@ def test_a_table_that_there_is_not_is_told():
         report.render("<!-- table: sped cpu.jsonl -->\n<!-- end -->")
 
 
-@pytest.mark.parametrize(("name", "content"), [("no/folder/results.jsonl", None), ("results.jsonl", "# A page")])
+@pytest.mark.parametrize(
+    ("name", "content"), [("no/folder/results.jsonl", None), ("results.jsonl", "# A page")]
+)
 def test_what_cannot_be_an_output_is_refused_before_anything_is_measured(name, content, tmp_path, capsys):
     if content:
         (tmp_path / name).write_text(content)
@@ -111,12 +147,20 @@ def test_what_cannot_be_an_output_is_refused_before_anything_is_measured(name, c
 def test_figures_of_several_agents_are_those_of_all():
     agents = {"seeds": [1, 2, 3, 4], "total_timesteps": 10_000, "gpu_busy_seconds": 4.0}
     runs = [line("eager", 100, gpu="A GPU"), line("seeds_both", 400, gpu="A GPU", **agents)]
-    assert "| sac: LeanRL seeds, 4 agents `--compile --cudagraphs` | 400 | 4.00 |  |  | 1.0 | 100 |" in tables.speed_table(
-        runs
+    assert (
+        "| sac: LeanRL seeds, 4 agents `--compile --cudagraphs` | 400 | 4.00 |  |  | 1.0 | 100 |"
+        in tables.speed_table(runs)
     )
     [bars] = plots.plot_speed(runs).axes
-    assert [text.get_text() for text in bars.get_yticklabels()] == ["seeds, 4 agents --compile --cudagraphs", "eager"]
-    trained = {"script": "sac_seeds", "episodic_return": [10.0, 30.0, None], "episodic_return_10": [11.0, 33.0, None]}
+    assert [text.get_text() for text in bars.get_yticklabels()] == [
+        "seeds, 4 agents --compile --cudagraphs",
+        "eager",
+    ]
+    trained = {
+        "script": "sac_seeds",
+        "episodic_return": [10.0, 30.0, None],
+        "episodic_return_10": [11.0, 33.0, None],
+    }
     assert "| sac_seeds, World-v0 | 10,000 | 11, 33 | 20 |" in tables.learning_table([runs[1] | trained])
 
 
@@ -127,11 +171,23 @@ def test_a_table_of_results_that_are_not_there_is_absent():
 
 def graph(version: str, launches: int | None, **more) -> dict:
     """A line of cuda_code.jsonl; of a graph without code, if there are no launches."""
-    result = {"format": results.FORMAT, "script": "sac", "env_id": "World-v0", "graph": "act", "torch": version}
+    result = {
+        "format": results.FORMAT,
+        "script": "sac",
+        "env_id": "World-v0",
+        "graph": "act",
+        "torch": version,
+    }
     result |= {"triton": "3.7.1", "git_commit": "0123456789", "generated": launches is not None}
     if launches is None:
         return result | {"error": "AssertionError: in lower: assert True"} | more
-    counted = {"extern_calls": {"mm": 4, "randint": 1}, "kernels": 2, "compiled": 2, "spilling": 1, "errors": []}
+    counted = {
+        "extern_calls": {"mm": 4, "randint": 1},
+        "kernels": 2,
+        "compiled": 2,
+        "spilling": 1,
+        "errors": [],
+    }
     return result | {"triton_launches": launches, **counted} | more
 
 
@@ -198,7 +254,7 @@ def test_launches_are_counted_where_the_code_runs():
             ["--buffer-size", "256"],
             ["act", "update_critic(update_target=True)", "update_actor"],
         ),
-        ("ppo_continuous_action", ["--num-steps", "16", "--num-minibatches", "2"], ["act", "prepare", "update"]),
+        ("ppo_continuous_action", ["--num-steps", "16", "--num-minibatches", "2"], ["prepare", "update"]),
     ],
 )
 def test_each_kind_of_gradient_step_is_a_graph(monkeypatch, script, small, names):
@@ -310,13 +366,21 @@ def test_a_processor_whose_name_says_little_is_told_by_its_family(cpuinfo, expec
 def test_what_a_run_is_made_with_is_asked_of_its_own_interpreter(tmp_path):
     (tmp_path / "script.py").touch()
     head = make_commit(tmp_path)
-    for package, version in {"envpool": "9.9", "sbx-rl": "0.1"}.items():  # in the environment of the run, and not in this one
+    for package, version in {
+        "envpool": "9.9",
+        "sbx-rl": "0.1",
+    }.items():  # in the environment of the run, and not in this one
         information = tmp_path / "packages" / f"{package.replace('-', '_')}-{version}.dist-info" / "METADATA"
         information.parent.mkdir(parents=True)
         information.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     env = os.environ | {"PYTHONPATH": str(tmp_path / "packages")}
     about = job.provenance((sys.executable, str(tmp_path / "script.py"), "--seed=1"), env, "A GPU")
-    expected = {"python": platform.python_version(), "torch": metadata.version("torch"), "envpool": "9.9", "sbx-rl": "0.1"}
+    expected = {
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "envpool": "9.9",
+        "sbx-rl": "0.1",
+    }
     assert about["versions"].items() >= expected.items()
     assert "stable-baselines3" not in about["versions"]
     assert about["hardware"]["cpu"]
@@ -379,19 +443,31 @@ def test_nothing_but_json_is_written(tmp_path, write):
 
 @pytest.mark.parametrize(
     ("name", "flags"),
-    [("sac_continuous_action", ()), ("ppo_continuous_action", ()), ("ppo_atari_envpool_torchcompile", ("--compile",))],
+    [
+        ("sac_continuous_action", ()),
+        ("ppo_continuous_action", ()),
+        ("ppo_atari_envpool_torchcompile", ("--compile",)),
+    ],
 )
 def test_a_profile_tells_where_the_time_goes(name, flags, tmp_path):
     done = profile(name, *SHORT[name], *flags, directory=tmp_path)
     parts, operators = profile_shares(done)
-    assert set(parts) - {"prepare"} == {"policy", "update", "environment", "waiting for the device", "the rest"}
+    assert set(parts) - {"prepare"} == {
+        "policy",
+        "update",
+        "environment",
+        "waiting for the device",
+        "the rest",
+    }
     assert ("prepare" in parts) == ("ppo" in name)
     assert min(parts[name] for name in ("policy", "update", "environment", "the rest")) > 0
     assert sum(parts.values()) == pytest.approx(100, abs=0.5)
     assert parts.keys().isdisjoint(operators)
     assert any(operator.startswith("Torch-Compiled Region" if flags else "aten::") for operator in operators)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert sum(event.get("name") == "environment" for event in events) == 50  # or num_steps, of which SHORT has as many
+    assert (
+        sum(event.get("name") == "environment" for event in events) == 50
+    )  # or num_steps, of which SHORT has as many
     assert "total_timesteps" not in done.stdout  # it ends there
 
 
@@ -407,15 +483,26 @@ def test_a_run_that_is_shorter_than_its_profile_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("sac_continuous_action", "--gamma", "2"), "sac_continuous_action.py: error: --gamma takes a number from 0 to 1, "),
+        (
+            ("sac_continuous_action", "--gamma", "2"),
+            "sac_continuous_action.py: error: --gamma: Input should be ",
+        ),
         (("sac",), "profile_run.py: error: takes one of: dqn dqn_torchcompile ppo_atari_envpool "),
         ((), "profile_run.py: error: the following arguments are required: name"),
-        (("sac_continuous_action", "--trace", "/dev/null/trace"), "profile_run.py: error: --trace takes a file that can be "),
-        (("sac_continuous_action", "--trace", "/"), "profile_run.py: error: --trace takes a file that can be written, got /"),
+        (
+            ("sac_continuous_action", "--trace", "/dev/null/trace"),
+            "profile_run.py: error: --trace takes a file that can be ",
+        ),
+        (
+            ("sac_continuous_action", "--trace", "/"),
+            "profile_run.py: error: --trace takes a file that can be written, got /",
+        ),
     ],
 )
 def test_bad_arguments_of_a_profile_are_told_in_one_line(tmp_path, args, message):
-    done = subprocess.run([sys.executable, profile_run.__file__, *args], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, profile_run.__file__, *args], cwd=tmp_path, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (2, "")
     [line] = done.stderr.splitlines()
     assert line.startswith(message)
@@ -432,10 +519,18 @@ def test_the_trace_is_by_default_a_new_file_in_profiles(tmp_path):
 
 @pytest.mark.parametrize("nesting", ["if True:", "with suppress(KeyboardInterrupt), open(__file__) as bar:"])
 def test_the_main_loop_is_found_where_it_is_nested(nesting):
-    loop = f"    while waiting:\n        pass\n    {nesting}\n        while not last:\n            last = 'over'"
-    source = f'from contextlib import suppress\nif __name__ == "__main__":\n    waiting = last = False\n{loop}'
+    loop = (
+        f"    while waiting:\n        pass\n    {nesting}\n        while not last:\n            last = 'over'"
+    )
+    source = (
+        f'from contextlib import suppress\nif __name__ == "__main__":\n    waiting = last = False\n{loop}'
+    )
     seen = []
-    run = {"__name__": "__main__", "__file__": __file__, "begin_profile": lambda run: seen.append(run["last"])}
+    run = {
+        "__name__": "__main__",
+        "__file__": __file__,
+        "begin_profile": lambda run: seen.append(run["last"]),
+    }
     exec(compile(profile_run.hooked(source, Path("script")), "script", "exec"), run)
     assert (seen, run["last"]) == ([False], "over")
 
@@ -454,7 +549,10 @@ def test_what_runs_on_the_device_and_waits_within_a_part_are_counted_once():
 
     policy = event("policy", 100)
     events = [event("ProfilerStep*", 1000), policy, event("policy", 70, device=DeviceType.CUDA)]
-    events += [event("cudaMemcpyAsync", 10, event("aten::copy_", 20, policy)), event("cudaStreamSynchronize", 300)]
+    events += [
+        event("cudaMemcpyAsync", 10, event("aten::copy_", 20, policy)),
+        event("cudaStreamSynchronize", 300),
+    ]
     events += [event("cudaMemcpyAsync", 30, event("aten::copy_", 40)), event("environment", 200)]
     run_profile = profile_run.RunProfile()
     run_profile.names, run_profile.steps = ["policy", "update", "environment"], 2
@@ -507,7 +605,10 @@ def test_two_first_calls_of_run_sh_install_once(tmp_path):
     python.write_text(NOTING)
     python.chmod(0o755)
     env = os.environ | {"PYTHON": str(python), "NOTES": str(tmp_path / "notes"), "MKL_AS_ON_INTEL": "0"}
-    calls = [subprocess.Popen([checkout / "run.sh", "python", name], env=env, stderr=subprocess.PIPE) for name in ("a", "b")]
+    calls = [
+        subprocess.Popen([checkout / "run.sh", "python", name], env=env, stderr=subprocess.PIPE)
+        for name in ("a", "b")
+    ]
     told = sorted(call.communicate()[1].decode().split()[0] for call in calls)
     assert told == ["Installing", "Waiting"]
     notes = (tmp_path / "notes").read_text().splitlines()
@@ -527,16 +628,30 @@ CPUINFO = Path("/proc/cpuinfo")
 AMD = CPUINFO.exists() and "AuthenticAMD" in CPUINFO.read_text()
 
 
-@pytest.mark.skipif(not (AMD and shutil.which("cc") and " " not in str(ROOT)), reason="needs an AMD processor and a compiler")
+@pytest.mark.skipif(
+    not (AMD and shutil.which("cc") and " " not in str(ROOT)), reason="needs an AMD processor and a compiler"
+)
 @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="run.sh has an environment of its own")
 def test_run_sh_has_mkl_take_other_code_on_amd():
     """What tells is that it sums in another order, as precisely."""
-    options = {"env": os.environ | {"LD_PRELOAD": "", "CC": "cc -O2"}, "capture_output": True, "text": True, "check": True}
+    options = {
+        "env": os.environ | {"LD_PRELOAD": "", "CC": "cc -O2"},
+        "capture_output": True,
+        "text": True,
+        "check": True,
+    }
     programs = {"own": [sys.executable], "preloaded": [ROOT / "run.sh", "python"]}
-    printed = {kind: subprocess.run([*program, "-c", PRODUCT], **options).stdout.split() for kind, program in programs.items()}
+    printed = {
+        kind: subprocess.run([*program, "-c", PRODUCT], **options).stdout.split()
+        for kind, program in programs.items()
+    }
     assert printed["own"][0] != printed["preloaded"][0]
     options["env"] |= {"MKL_AS_ON_INTEL": "0"}
     assert subprocess.run([*programs["preloaded"], "-c", PRODUCT], **options).stdout.split() == printed["own"]
-    for library, expected in ((printed["preloaded"][1], "as on Intel"), ("/no/mkl_as_on_intel.so", None), ("", None)):
+    for library, expected in (
+        (printed["preloaded"][1], "as on Intel"),
+        ("/no/mkl_as_on_intel.so", None),
+        ("", None),
+    ):
         about = job.provenance((sys.executable, __file__), os.environ | {"LD_PRELOAD": library}, None)
         assert about["hardware"].get("mkl") == expected
