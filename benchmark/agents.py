@@ -1,13 +1,14 @@
 """What many agents in one process cost, beside as many processes of one agent each.
 
-    ./run.sh python benchmark/agents.py [--scripts NAME ...] [--agents N ...] [--workers N ...] [--rounds R] [--output FILE]
+    ./run.sh python benchmark/agents.py [--scripts NAME ...] [--agents N ...] [--workers N ...]
+        [--rounds R] [--output FILE]
 
-Times <script>_seeds.py with --compile for each number of agents, and as many processes of the twin at a time, which share the
-cores and have a thread each where these are too few; and, for the numbers of --workers, the same with an environment in a
-process of its own (--env-workers). Steps/s are the sum over agents, which flatters processes a little, for they do not all
-begin to learn at once; memory is that of all processes. Everything once, then again, R times. Nothing else may run
-meanwhile; it takes five minutes a script and round on two cores. FILE gets a line a run. docs/tricks.md shows
-benchmark/results/agents.jsonl.
+Times <script>_seeds.py with --compile for each number of agents, and as many processes of the twin at a time,
+which share the cores and have a thread each where these are too few; and, for the numbers of --workers, the
+same with an environment in a process of its own (--env-workers). Steps/s are the sum over agents, which
+flatters processes a little, for they do not all begin to learn at once; memory is that of all processes.
+Everything once, then again, R times. Nothing else may run meanwhile; it takes five minutes a script and round
+on two cores. FILE gets a line a run. docs/tricks.md shows benchmark/results/agents.jsonl.
 
 Exit status: 0 all runs are timed, 1 one has failed, 2 a bad argument.
 """
@@ -45,7 +46,7 @@ class Args:
 
 
 def run(commands: list[list[str]], threads: int | None) -> tuple[list[dict], float]:
-    """Run commands at a time, in folders of their own; their summaries, and the most memory of all together, in MiB.
+    """Run commands at a time, in folders of their own; gives their summaries and the most MiB of all.
 
     Raises RuntimeError where one does not end well.
     """
@@ -71,21 +72,32 @@ def run(commands: list[list[str]], threads: int | None) -> tuple[list[dict], flo
         found = [summary_of(Path(name, str(index), "out.txt")) for index in range(len(commands))]
         for index, (process, summary) in enumerate(zip(processes, found, strict=True)):
             if process.returncode or not summary or not summary.get("sps"):
-                raise RuntimeError(f"{' '.join(commands[index])}\n{Path(name, str(index), 'log.txt').read_text()[-2000:]}")
+                raise RuntimeError(
+                    f"{' '.join(commands[index])}\n{Path(name, str(index), 'log.txt').read_text()[-2000:]}"
+                )
     return found, peak / 2**20
 
 
 def measure(script: str, mode: str, agents: int) -> dict:
-    """The line of a run, or of as many as there are agents. Raises RuntimeError where one does not end well."""
+    """The line of a run, or of a run an agent. Raises RuntimeError where one does not end well."""
     many = mode != "processes"
     path = str(LEANRL / f"{script}_{'seeds' if many else 'torchcompile'}.py")
     steps = STARTS + max(STEPS // 10, STEPS // agents)
     command = [sys.executable, path, "--compile", f"--learning-starts={STARTS}", f"--total-timesteps={steps}"]
     if many:
-        commands = [[*command, f"--num-seeds={agents}", *["--env-workers"] * (mode == "workers"), "--buffer-size=100000"]]
+        commands = [
+            [
+                *command,
+                f"--num-seeds={agents}",
+                *["--env-workers"] * (mode == "workers"),
+                "--buffer-size=100000",
+            ]
+        ]
     else:
         commands = [[*command, f"--seed={seed}", "--buffer-size=100000"] for seed in range(1, agents + 1)]
-    summaries, memory = run(commands, threads=None if len(commands) == 1 else max(1, usable_cores() // agents))
+    summaries, memory = run(
+        commands, threads=None if len(commands) == 1 else max(1, usable_cores() // agents)
+    )
     line = {"format": results.FORMAT, "status": "ok", "script": script, "mode": mode, "agents": agents}
     line |= {"sps": sum(summary["sps"] for summary in summaries), "memory_mb": round(memory)}
     return line | provenance((sys.executable, path), dict(os.environ), None)

@@ -1,4 +1,4 @@
-"""What the programs of this folder share: where things are, what they say, how they refuse arguments that cannot work."""
+"""What the programs of this folder share: where things are, what they say, how they refuse arguments."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def say(message: str, passing: bool = False) -> None:
-    """A line on standard error: on a terminal in place of the last one, if that was `passing`, as progress is."""
+    """A line on standard error: on a terminal in place of the last one, if that was `passing`."""
     if sys.stderr.isatty():
         message = f"\r\033[K{message[: shutil.get_terminal_size().columns - 1] if passing else message}"
     try:
@@ -44,7 +44,7 @@ def check_interpreter(option: str, path: Path | None) -> None:
 
 
 def lines_of_output(path: Path | None, check: Callable[[object], None]) -> list[dict]:
-    """The lines of the file that --output names, if it exists. Refuses one that cannot be written, or is of another kind."""
+    """The lines of the file of --output, if it exists. Refuses one that cannot hold results."""
     if path is None:
         return []
     if not os.access(path.absolute().parent, os.W_OK):

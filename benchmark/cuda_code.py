@@ -1,21 +1,23 @@
-"""Code for a GPU without one: what Inductor makes of the twins' graphs for an NVIDIA H100, counted on any machine.
+"""Code for a GPU without one: what Inductor makes of the twins' graphs for an NVIDIA H100, counted.
 
     python benchmark/cuda_code.py [--scripts NAME ...] [--output benchmark/results/cuda_code.jsonl]
 
-Runs each twin with --compile on the CPU up to its training loop and keeps the graphs that Inductor gets. Then their devices
-become a CUDA device with the properties of an H100, and Inductor lowers and schedules them and writes their code. That is
-counted, not run; each Triton kernel in it is compiled for sm_90 by the ptxas that comes with Triton. Left out is what
-Inductor decides by timing on the GPU: which matrix products it pads, and in which of its configurations a kernel runs (all
-are compiled).
+Runs each twin with --compile on the CPU up to its training loop and keeps the graphs that Inductor gets.
+Then their devices become a CUDA device with the properties of an H100, and Inductor lowers and schedules
+them and writes their code. That is counted, not run; each Triton kernel in it is compiled for sm_90 by the
+ptxas that comes with Triton. Left out is what Inductor decides by timing on the GPU: which matrix products
+it pads, and in which of its configurations a kernel runs (all are compiled).
 
-Needs a build of PyTorch for CUDA, of several GB, but neither a GPU nor a driver. It has no place in the environment of run.sh:
+Needs a build of PyTorch for CUDA, of several GB, but neither a GPU nor a driver. It has no place in the
+environment of run.sh:
 
     python3 -m venv .venv-cuda
     cd requirements
     ../.venv-cuda/bin/pip install -r requirements.txt -r mujoco.txt -r atari.txt -r benchmark.txt
     ../.venv-cuda/bin/python ../benchmark/cuda_code.py
 
-Exit status: 0 each graph has code and each kernel compiles, 1 some do not, 2 a bad argument or a PyTorch without CUDA.
+Exit status: 0 each graph has code and each kernel compiles, 1 some do not, 2 a bad argument or a PyTorch
+without CUDA.
 """
 
 import ast
@@ -51,11 +53,12 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._triton import has_triton
 
-# Of an environment of its own, or of any of --env-ids, and what else a script needs to compile all of its functions.
+# Of an environment of its own, or of any of --env-ids, and what else a script needs.
 SCRIPTS = {
     "sac_continuous_action": (None, ()),
     "td3_continuous_action": (None, ()),
-    "ppo_continuous_action": (None, ("--act-device", "device")),  # for one environment it acts in NumPy
+    "ppo_continuous_action": (None, ()),  # for one environment it acts in NumPy
+    "ppo_continuous_action --num-envs 1024": (None, ("--num-envs", "1024")),
     "ppo_atari_envpool": ("Breakout-v5", ()),
     "dqn": ("CartPole-v1", ()),
 }
@@ -92,12 +95,12 @@ class Args:
     env_ids: tuple[str, ...] = ("HalfCheetah-v4",)
     """environments of the continuous scripts, for their sizes"""
     output: Path | None = None
-    """a file of results to write to; its lines of the same script, environment and version of torch are replaced"""
+    """a file of results; its lines of the same script, environment and version of torch are replaced"""
 
 
 @dataclass
 class Graph:
-    """A graph as Inductor gets it, and its name. Tensors among its inputs are their size, stride, offset and dtype."""
+    """A graph as Inductor gets it. Tensors among its inputs are their size, stride, offset and dtype."""
 
     name: str
     module: fx.GraphModule
@@ -112,7 +115,9 @@ def check_scripts(scripts: tuple[str, ...]) -> None:
     """Refuse names that are none, and a PyTorch that knows nothing of CUDA."""
     check_names("scripts", scripts, SCRIPTS)
     if torch.version.cuda is None:
-        refuse(f"needs a build of PyTorch for CUDA, and this is {torch.__version__}: see the top of this file")
+        refuse(
+            f"needs a build of PyTorch for CUDA, and this is {torch.__version__}: see the top of this file"
+        )
 
 
 def one_line(error: Exception) -> str:
@@ -125,7 +130,11 @@ def one_line(error: Exception) -> str:
 def up_to_the_loop(path: Path) -> CodeType:
     """A script that exits where its training loop begins."""
     tree = ast.parse(path.read_text(), str(path))
-    [loop] = [node for node in ast.walk(tree) if isinstance(node, ast.While) and ast.unparse(node.test) == "not last"]
+    [loop] = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.While) and ast.unparse(node.test) == "not last"
+    ]
     loop.body.insert(0, ast.parse("raise SystemExit").body[0])
     return compile(ast.fix_missing_locations(tree), str(path), "exec")
 
@@ -138,9 +147,14 @@ def recording_compile(graphs: list[Graph], compile_function: Callable) -> Callab
 
     def recording(function: Callable, **options) -> Callable:
         calls = []
+        is_network = isinstance(function, torch.nn.Module)  # the policy of PPO
+        name, call_of = ("act", function.forward) if is_network else (function.__name__, function)
 
         def record(module: fx.GraphModule, inputs: list, **_) -> Callable:
-            kept = [(x.size(), x.stride(), x.storage_offset(), x.dtype) if isinstance(x, torch.Tensor) else x for x in inputs]
+            kept = [
+                (x.size(), x.stride(), x.storage_offset(), x.dtype) if isinstance(x, torch.Tensor) else x
+                for x in inputs
+            ]
             graphs.append(Graph(calls[-1], module, kept))
             return module.forward
 
@@ -148,9 +162,11 @@ def recording_compile(graphs: list[Graph], compile_function: Callable) -> Callab
 
         @wraps(function)
         def call(*args, **kwargs) -> object:
-            arguments = inspect.signature(function).bind(*args, **kwargs).arguments.items()
-            kind = ", ".join(f"{name}={value}" for name, value in arguments if not isinstance(value, torch.Tensor))
-            calls.append(f"{function.__name__}({kind})" if kind else function.__name__)
+            arguments = inspect.signature(call_of).bind(*args, **kwargs).arguments.items()
+            kind = ", ".join(
+                f"{key}={value}" for key, value in arguments if not isinstance(value, torch.Tensor)
+            )
+            calls.append(f"{name}({kind})" if kind else name)
             return compiled(*args, **kwargs)
 
         return call
@@ -159,7 +175,7 @@ def recording_compile(graphs: list[Graph], compile_function: Callable) -> Callab
 
 
 def graphs_of(script: str, *arguments: str) -> list[Graph]:
-    """The graphs of a twin's functions, one for each kind of gradient step, in the order in which they are compiled."""
+    """The graphs of a twin's functions, one for each kind of gradient step, as they are compiled."""
     name = script.split()[0]
     path = LEANRL / (f"{name}.py" if name.endswith("_seeds") else f"{name}_torchcompile.py")
     sys.modules["__main__"] = module = ModuleType("__main__")  # where tyro looks for the texts of --help
@@ -172,7 +188,8 @@ def graphs_of(script: str, *arguments: str) -> list[Graph]:
         patch.object(sys, "argv", [str(path), "--compile", "--no-cuda", *arguments]),
         patch("torch.compile", recording_compile(graphs, torch.compile)),
         patch("signal.signal"),  # Ctrl+C is for this program
-        torch._functorch.config.patch(enable_autograd_cache=False),  # else what a run has left there would not be recorded
+        # Else what a run has left there would not be recorded.
+        torch._functorch.config.patch(enable_autograd_cache=False),
     ):
         try:
             exec(up_to_the_loop(path), vars(module))
@@ -192,7 +209,11 @@ class NoDriver:
 @contextmanager
 def pretended_h100() -> Iterator[None]:
     """PyTorch, Inductor and Triton find an H100, on which nothing can run."""
-    answers = {"current_device": lambda: 0, "device_count": lambda: 1, "get_device_properties": lambda device=None: H100}
+    answers = {
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "get_device_properties": lambda device=None: H100,
+    }
     # Inductor puts back the random state and the current device after compiling.
     more = {
         "is_available": lambda: True,
@@ -230,7 +251,7 @@ def generate(graph: Graph) -> str:
         raise Generated(lowering.codegen()[0].value)
 
     def on_cuda(size: tuple, stride: tuple, offset: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor without content. Its offset matters: Inductor writes other code where addresses are not aligned."""
+        """A tensor without content. By its offset Inductor knows whether addresses are aligned."""
         last = sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         return torch.empty(offset + last + 1, dtype=dtype, device=CUDA).as_strided(size, stride, offset)
 
@@ -250,13 +271,17 @@ def generate(graph: Graph) -> str:
 
 
 def count(code: str) -> tuple[int, dict[str, int], dict[str, str]]:
-    """Of generated code: its launches of Triton kernels, its calls of others' kernels by operation, its kernels' sources.
+    """Of generated code: launches of its kernels, calls of others' by operation, its kernels' sources.
 
     A call of another's kernel (a matrix product, a convolution, drawing a seed) may launch more than one.
     """
     tree = ast.parse(code)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    sources = {node.args[0].value: node.args[1].value for node in calls if ast.unparse(node.func) == "async_compile.triton"}
+    sources = {
+        node.args[0].value: node.args[1].value
+        for node in calls
+        if ast.unparse(node.func) == "async_compile.triton"
+    }
     [run] = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "call"]
     called = [ast.unparse(node.func) for node in ast.walk(run) if isinstance(node, ast.Call)]
     launches = sum(name.endswith(".run") and name.removesuffix(".run") in sources for name in called)
@@ -264,7 +289,7 @@ def count(code: str) -> tuple[int, dict[str, int], dict[str, str]]:
 
 
 def compile_kernel(name: str, source: str) -> bool:
-    """Compile a Triton kernel for sm_90 in all of its configurations; returns whether one of them spills registers.
+    """Compile a Triton kernel for sm_90, in all configurations; returns whether one spills registers.
 
     Raises what Triton or ptxas raise, or RuntimeError where ptxas has compiled fewer than these.
     """
@@ -303,15 +328,22 @@ def told(line: dict) -> str:
     if not line["generated"]:
         return f"{title}: no code: {line['error']}"
     extern = ", ".join(f"{operation} {calls}" for operation, calls in line["extern_calls"].items())
-    kernels = f"{line['compiled']} of {line['kernels']} kernels compile for sm_90, {line['spilling']} spill registers"
-    return "\n  ".join([f"{title}: {line['triton_launches']} Triton launches; {extern}; {kernels}", *line["errors"]])
+    compiled = f"{line['compiled']} of {line['kernels']} kernels compile for sm_90"
+    kernels = f"{compiled}, {line['spilling']} spill registers"
+    return "\n  ".join(
+        [f"{title}: {line['triton_launches']} Triton launches; {extern}; {kernels}", *line["errors"]]
+    )
 
 
 def main() -> None:
     args = tyro.cli(Args)
     check_scripts(args.scripts)
     lines = lines_of_output(args.output, results.check_code)
-    made_with = {"torch": torch.__version__.split("+")[0], "triton": metadata.version("triton"), "git_commit": commit(ROOT)}
+    made_with = {
+        "torch": torch.__version__.split("+")[0],
+        "triton": metadata.version("triton"),
+        "git_commit": commit(ROOT),
+    }
     failed = False
     for script in args.scripts:
         own, arguments = SCRIPTS[script]
@@ -329,5 +361,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with patch.dict("os.environ", TRITON_DUMP_PTXAS_LOG="1"), config.patch(force_disable_caches=True, compile_threads=1):
+    with (
+        patch.dict("os.environ", TRITON_DUMP_PTXAS_LOG="1"),
+        config.patch(force_disable_caches=True, compile_threads=1),
+    ):
         main()

@@ -1,15 +1,17 @@
-"""Run the code that Inductor generates for an H100 on the CPU, in Triton's interpreter, and compare what it computes.
+"""Run the code that Inductor generates for an H100, in Triton's interpreter, and compare the results.
 
     python benchmark/cuda_interpret.py [--scripts ppo_continuous_action]
 
-Takes the graphs of benchmark/cuda_code.py, which also says what this needs. Each gets random inputs; one copy of these goes
-through the operations of the graph, by ATen, the other through the generated code, in which Triton's kernels are interpreted
-and matrix products are ATen's. Then all that was returned or written in place has to agree. Minutes a script.
+Takes the graphs of benchmark/cuda_code.py, which also says what this needs. Each gets random inputs; one
+copy of these goes through the operations of the graph, by ATen, the other through the generated code, in
+which Triton's kernels are interpreted and matrix products are ATen's. Then all that was returned or written
+in place has to agree. Minutes a script.
 
-Not compared: Triton's random numbers (both take ATen's), its exp, log1p, pow, signbit and tanh (NumPy's stand in, because
-those of the GPU are machine code), and all but the first configuration of a kernel.
+Not compared: Triton's random numbers (both take ATen's), its exp, log1p, pow, signbit and tanh (NumPy's
+stand in, because those of the GPU are machine code), and all but the first configuration of a kernel.
 
-Exit status: 0 all graphs agree, 1 some do not or cannot be interpreted, 2 a bad argument or a PyTorch without CUDA.
+Exit status: 0 all graphs agree, 1 some do not or cannot be interpreted, 2 a bad argument or a PyTorch
+without CUDA.
 """
 
 import os
@@ -32,6 +34,7 @@ from torch._inductor.runtime.triton_heuristics import GridExpr
 TOLERANCE = 1e-4  # of the largest value of a tensor; float32 rounds sums of hundreds of terms
 # Less memory or, of Atari's frames, less time: 8 in a gradient step.
 SMALLER = dict.fromkeys(("sac_continuous_action", "td3_continuous_action"), ("--buffer-size", "2000"))
+SMALLER["ppo_continuous_action --num-envs 1024"] = ("--num-steps", "4")
 SMALLER["ppo_atari_envpool"] = ("--num-envs", "2", "--num-steps", "16")
 LIBDEVICE = {"exp": np.exp, "log1p": np.log1p, "pow": np.power, "signbit": np.signbit, "tanh": np.tanh}
 
@@ -51,7 +54,9 @@ def in_numpy(function: Callable) -> Callable:
 
     def call(*args, **_) -> tl.tensor:
         like = next(x for x in args if isinstance(x, tl.tensor)).handle
-        data = [x.handle.data if isinstance(x, tl.tensor) else np.float32(getattr(x, "value", x)) for x in args]
+        data = [
+            x.handle.data if isinstance(x, tl.tensor) else np.float32(getattr(x, "value", x)) for x in args
+        ]
         with np.errstate(all="ignore"):
             result = np.asarray(function(*data))
         dtype, numpy_dtype = (tl.int32, np.int32) if result.dtype == bool else (like.dtype, like.data.dtype)
@@ -86,7 +91,10 @@ def interpret(code: str, inputs: list) -> list:
         patch.multiple(torch.cuda, _DeviceGuard=nullcontext, set_device=lambda device: None),
         patch("torch._C._cuda_getCurrentRawStream", lambda device: 0),
         patch.object(guards, "_empty_strided_cuda", guards._empty_strided_cpu),
-        patch("torch._inductor.async_compile.AsyncCompile.triton", lambda _, name, source, **__: Kernel(name, source)),
+        patch(
+            "torch._inductor.async_compile.AsyncCompile.triton",
+            lambda _, name, source, **__: Kernel(name, source),
+        ),
         patch.multiple(libdevice, **{name: in_numpy(function) for name, function in LIBDEVICE.items()}),
     ):
         exec(code.replace("device(type='cuda', index=0)", "device(type='cpu')"), namespace)
@@ -94,7 +102,7 @@ def interpret(code: str, inputs: list) -> list:
 
 
 def random_input(size: tuple, stride: tuple, offset: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of what every input can be: small positive numbers, or indices, or as 0-dim integer the size of a buffer."""
+    """A tensor of what every input can be: small numbers, indices, or a 0-dim size of a buffer."""
     tensor = torch.empty_strided(size, stride, dtype=dtype)
     if dtype.is_floating_point:
         return tensor.uniform_(0.01, 0.1)
@@ -104,12 +112,12 @@ def random_input(size: tuple, stride: tuple, offset: int, dtype: torch.dtype) ->
 
 
 def as_laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the strides of the tensor, which clone() does not keep where these leave gaps, and generated code checks."""
+    """A copy with the strides of the tensor, which code checks, and clone() loses where they leave gaps."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype).copy_(tensor)
 
 
 def difference(graph: cuda_code.Graph) -> float:
-    """How far apart the graph's operations and its generated code end, relative to the largest value of a tensor.
+    """How far apart the graph's operations and its code end, relative to the largest value of a tensor.
 
     A 0-dim value below 0.01 counts as one of 0.01: an explained variance may be 0 but for rounding.
     """

@@ -28,10 +28,11 @@ import pynvml
 
 GROUPS = 100  # points of a curve, at most
 SAMPLE_SECONDS = 0.5
-SAVE_SECONDS = 25  # a run that is stopped has so long for a last checkpoint; the sweep waits longer, Slurm kills after 30
+# a run that is stopped has so long for a last checkpoint; the sweep waits longer, Slurm kills after 30
+SAVE_SECONDS = 25
 PACKAGES = ("torch", "tensordict", "gymnasium", "mujoco", "envpool", "stable-baselines3", "sbx-rl", "jax")
-# For the interpreter that runs the command, which need not be this one: it leaves out the packages that it does not have. Is
-# the function of run.sh there, by which MKL takes the processor for Intel's?
+# For the interpreter that runs the command, which need not be this one: it leaves out the packages that it
+# does not have. Is the function of run.sh there, by which MKL takes the processor for Intel's?
 ASK = """
 import ctypes, json, platform, sys
 from importlib import metadata
@@ -48,7 +49,7 @@ print(json.dumps({"versions": versions, "preloaded": hasattr(ctypes.CDLL(None), 
 
 @dataclass(frozen=True)
 class Job:
-    """What to run, in a folder of its own that gets the log, the run's files and, at the end, outcome.json."""
+    """What to run, in a folder of its own for the log, the run's files and, at the end, outcome.json."""
 
     folder: Path
     command: tuple[str, ...]
@@ -77,7 +78,7 @@ class OrphanedError(Exception):
 
 
 class GpuSampler:
-    """Samples utilisation (0 to 1) and memory (bytes in use) of the GPU that a run sees; of none where there is none.
+    """Samples utilisation (0 to 1) and memory (bytes in use) of the GPU that a run sees, if it sees one.
 
     `seconds` are Unix times; `name` is None where there is no GPU.
     """
@@ -87,7 +88,9 @@ class GpuSampler:
         first = "0" if visible is None else visible.split(",")[0]
         try:
             pynvml.nvmlInit()
-            get_handle = pynvml.nvmlDeviceGetHandleByIndex if first.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID
+            get_handle = (
+                pynvml.nvmlDeviceGetHandleByIndex if first.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID
+            )
             self.handle = get_handle(int(first) if first.isdecimal() else first)
             self.name = pynvml.nvmlDeviceGetName(self.handle)
         except pynvml.NVMLError:
@@ -108,7 +111,7 @@ class GpuSampler:
         self.memory.append(memory)
 
     def totals(self, last: float) -> dict[str, float | None]:
-        """The area under the curve of utilisation in the `last` seconds, and the most memory in MiB; None without samples."""
+        """The area under utilisation in the `last` seconds, and the most MiB in use; None without samples."""
         inside = [index for index, second in enumerate(self.seconds) if second >= self.seconds[-1] - last]
         if len(inside) < 2:
             return {"gpu_busy_seconds": None, "gpu_memory_mb": None}
@@ -117,12 +120,12 @@ class GpuSampler:
 
 
 def commit(folder: Path) -> str | None:
-    """The commit of the checkout that a folder belongs to, with `-dirty` where tracked files differ; None outside of one."""
+    """The commit of a folder's checkout, with `-dirty` where tracked files differ; None outside of one."""
     return git(folder, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty") or None
 
 
 def git(folder: Path, *command: str) -> str:
-    """What git says of the checkout that a folder belongs to; nothing where there is no git, or no checkout."""
+    """What git says of a folder's checkout; nothing where there is no git, or no checkout."""
     try:
         return subprocess.run(["git", "-C", folder, *command], capture_output=True, text=True).stdout.strip()
     except OSError:
@@ -135,7 +138,7 @@ def usable_cores() -> int:
 
 
 def processor(cpuinfo: str) -> str:
-    """The processor by its name in /proc/cpuinfo, or with family and model where that has no number (but of GHz).
+    """The processor's name in /proc/cpuinfo, with family and model where it has no number (but of GHz).
 
     Virtual machines hide which one it is: an "AMD EPYC" may be of any generation.
     """
@@ -146,7 +149,7 @@ def processor(cpuinfo: str) -> str:
 
 
 def provenance(command: tuple[str, ...], env: dict[str, str], gpu: str | None) -> dict:
-    """What a command, an interpreter with a script, is run with: versions, hardware, threads, commit of its checkout."""
+    """What a command, interpreter and script, runs with: versions, hardware, threads, commit."""
     interpreter, script, *_ = command
     folder = Path(script).parent
     options = {"cwd": folder, "env": env, "capture_output": True, "text": True, "check": True}
@@ -168,7 +171,7 @@ def threads_told(env: dict[str, str]) -> int | None:
 
 
 def children_usage() -> tuple[float, float]:
-    """Processor time in seconds of all that has run below this process, and the most memory in MiB that one of it held."""
+    """Processor seconds of all that has run below this process, and the most MiB that one of it held."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime, mebibytes(usage.ru_maxrss)
 
@@ -179,11 +182,14 @@ def mebibytes(maxrss: int) -> float:
 
 
 def grouped(*columns: list[float], groups: int = GROUPS) -> list[np.ndarray]:
-    """Columns of one length in at most so many groups: the last value of each group, in the last column the mean."""
+    """Columns of one length in so many groups at most: their last values, of the last column their means."""
     *ends, means = [np.array_split(np.asarray(column), min(groups, len(column)) or 1) for column in columns]
     if not len(columns[0]):
         return [np.array([]) for _ in columns]
-    return [*(np.array([group[-1] for group in column]) for column in ends), np.array([group.mean() for group in means])]
+    return [
+        *(np.array([group[-1] for group in column]) for column in ends),
+        np.array([group.mean() for group in means]),
+    ]
 
 
 def checkpoints(runs: Path) -> list[Path]:
@@ -192,7 +198,7 @@ def checkpoints(runs: Path) -> list[Path]:
 
 
 def seconds_run(starts: list[float], times: list[float]) -> list[float]:
-    """For how long a run had been going on at these times, if it was started, or taken up, at `starts`; all Unix times.
+    """For how long a run started, or taken up, at `starts` had been going on at `times`; all Unix times.
 
     From the last of these times before a start to that start it was not going on, or did what was lost.
     """
@@ -205,11 +211,12 @@ def seconds_run(starts: list[float], times: list[float]) -> list[float]:
 
 
 def episode_curve(runs: Path, starts: list[float], groups: int = GROUPS) -> dict[str, list]:
-    """Steps, seconds and returns from the TensorBoard logs under `runs`, as in results.Curve but in so many groups.
+    """Steps, seconds and returns from the TensorBoard logs under `runs`: a results.Curve in so many groups.
 
-    `starts` are the Unix times at which the run was started or taken up. What it had done beyond the checkpoint from which it
-    was taken up is left out, and returns that are not finite: JSON has no such numbers, and no curve is drawn through them.
-    Of several agents, each of which has a folder there, it is empty: their episodes are not those of one curve.
+    `starts` are the Unix times at which the run was started or taken up. What it had done beyond the
+    checkpoint from which it was taken up is left out, and returns that are not finite: JSON has no such
+    numbers, and no curve is drawn through them. Of several agents, each of which has a folder there, it is
+    empty: their episodes are not those of one curve.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second
 
@@ -231,7 +238,7 @@ def episode_curve(runs: Path, starts: list[float], groups: int = GROUPS) -> dict
 
 
 def orphaned(parent: int, owner: int) -> bool:
-    """Whether submitit's controller, the parent, or its parent, the sweep, has gone: who loses its parent gets another."""
+    """Whether submitit's controller, the parent, or its parent, the sweep, has gone."""
     try:
         return os.getppid() != parent or psutil.Process(parent).ppid() != owner
     except psutil.NoSuchProcess:
@@ -239,7 +246,7 @@ def orphaned(parent: int, owner: int) -> bool:
 
 
 def tail(path: Path, size: int) -> str:
-    """The last bytes of a file, as text; not read as text, which would make a line of each state of a progress bar."""
+    """The end of a file as text, in which the states of a progress bar are one line, not a line each."""
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - size))
         return file.read().decode(errors="replace")
@@ -269,14 +276,16 @@ def training_seconds(summary: dict) -> float:
 
 
 def begin() -> None:
-    """What a run does before it becomes the script: die with its parent, hear Ctrl+C, which that may not, and be as nice."""
+    """What a run does before it becomes the script: die with its parent, hear Ctrl+C, and be as nice."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
         with suppress(OSError):  # nice counts within a session only, and the run has its own
             Path("/proc/self/autogroup").write_text(str(os.nice(0)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored, where a shell has put the sweep into the background
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # by which Slurm tells submitit, and may tell all of a job, that time is up
+    # ignored, where a shell has put the sweep into the background
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # by which Slurm tells submitit, and may tell all of a job, that time is up
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def stop(*_) -> NoReturn:
@@ -303,9 +312,10 @@ def watch(process: subprocess.Popen, job: Job, gpu: GpuSampler) -> str | None:
 
 
 def let_save(process: subprocess.Popen, job: Job) -> None:
-    """Have a run that writes checkpoints, and is still going on, end with one, if it does so within SAVE_SECONDS."""
+    """Have a run that writes checkpoints, and is still going on, end with one, within SAVE_SECONDS."""
     if job.resumable and process.poll() is None:
-        # Not SIGTERM, which Slurm sends to every process of a job: of one kind, the second ends a run without a checkpoint.
+        # Not SIGTERM, which Slurm sends to every process of a job: of one kind, the second ends a run without
+        # a checkpoint.
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(SAVE_SECONDS)
@@ -323,7 +333,7 @@ def judge(code: int, stdout: Path) -> tuple[str | None, dict]:
 
 
 def run_job(job: Job) -> None:
-    """Run the command of a job to its end or its time limit, and write outcome.json: all of it, or nothing."""
+    """Run the command of a job to its end or its time limit, and write outcome.json, whole or not at all."""
     if job.cores:
         os.sched_setaffinity(0, job.cores)
     signal.signal(signal.SIGTERM, stop)
@@ -352,10 +362,19 @@ def run_job(job: Job) -> None:
         gpu = GpuSampler(env.get("CUDA_VISIBLE_DEVICES"))
         # Asked before the run: at its end the checkout may be at another commit.
         outcome = provenance(job.command, env, gpu.name)
-        (runs / "about.json").write_text(json.dumps({"command": command, **outcome}))  # for whoever asks before it has ended
+        # for whoever asks before it has ended
+        (runs / "about.json").write_text(json.dumps({"command": command, **outcome}))
         seconds_before, _ = children_usage()
-        streams = {"stdout": files.enter_context(stdout.open("wb")), "stderr": files.enter_context(log.open("wb"))}
-        options = {"stdin": subprocess.DEVNULL, "cwd": job.folder, "start_new_session": True, "preexec_fn": begin}
+        streams = {
+            "stdout": files.enter_context(stdout.open("wb")),
+            "stderr": files.enter_context(log.open("wb")),
+        }
+        options = {
+            "stdin": subprocess.DEVNULL,
+            "cwd": job.folder,
+            "start_new_session": True,
+            "preexec_fn": begin,
+        }
         start = time.time()
         with (runs / "starts.txt").open("a") as starts:
             starts.write(f"{start}\n")
@@ -373,7 +392,10 @@ def run_job(job: Job) -> None:
                 os.killpg(process.pid, signal.SIGKILL)  # its helpers, too, if it left any
             code = process.wait()
         seconds, memory = children_usage()
-        outcome |= {"cpu_busy_seconds": round(seconds - seconds_before, 2), "peak_memory_mb": round(memory, 1)}
+        outcome |= {
+            "cpu_busy_seconds": round(seconds - seconds_before, 2),
+            "peak_memory_mb": round(memory, 1),
+        }
         failure, summary = judge(code, stdout)
         if reason := reason or failure:
             outcome |= {"status": "failed", "reason": reason, "log": last_lines(log)}
@@ -384,7 +406,8 @@ def run_job(job: Job) -> None:
             curve |= {"gpu_seconds": gpu_seconds, "gpu_utilization": gpu_utilization}
             outcome |= {"status": "ok", "cold_start": cold_start, **gpu.totals(training_seconds(summary))}
             outcome |= {"runs_per_gpu": job.sharing, "resumed": resumed, "summary": summary, "curve": curve}
-            for path in checkpoints(runs)[:-1]:  # the last stays; with a replay buffer each has up to hundreds of megabytes
+            # the last stays; with a replay buffer each has up to hundreds of megabytes
+            for path in checkpoints(runs)[:-1]:
                 path.unlink()
         new = job.folder / "outcome.json.new"
         new.write_text(json.dumps(outcome))

@@ -1,10 +1,11 @@
-"""What was learnt, over seeds: tables and plots of learning curves beside the literature, and how sweeps get there.
+"""What was learnt over seeds: tables and plots beside the literature, and how sweeps get there.
 
-    ./run.sh python benchmark/learning.py sweeps/NAME ...           takes their runs over into benchmark/results/learning.jsonl
-    ./run.sh python benchmark/learning.py --variant V sweeps/NAME ...   and into ablation.jsonl, as those of a variant
+    ./run.sh python benchmark/learning.py sweeps/NAME ...   takes their runs over into results/learning.jsonl
+    ./run.sh python benchmark/learning.py --variant V ...   and into ablation.jsonl, as those of a variant
 
-Runs that have not ended are taken as far as they are, from their logs; started again, their sweep goes on with them. A line
-replaces an earlier one of the same run that was not further. ./run.sh report makes docs/learning.md of it.
+Runs that have not ended are taken as far as they are, from their logs; started again, their sweep goes on
+with them. A line replaces an earlier one of the same run that was not further. ./run.sh report makes
+docs/learning.md of it.
 """
 
 import argparse
@@ -29,7 +30,8 @@ LAST = 100  # training episodes, whose mean return is what a run has reached
 ENDS = {"1M": 1.0, "500k": 0.5}  # steps of the literature's runs that ours have, too, in millions
 THROUGH = 0.95  # of the steps of the longest run: what is less far is not part of a mean
 SOURCES = ("CleanRL", "Stable-Baselines3 zoo", "authors", "others")  # columns of the literature's figures
-TAKEN = ("compile", "both")  # modes, which compute the same: the twin as people run it, without a GPU and with one
+# modes, which compute the same: the twin as people run it, without a GPU and with one
+TAKEN = ("compile", "both")
 THIN = {"color": "#777777", "linewidth": 0.6, "alpha": 0.8}
 COLOUR, LITERATURE = "#0072B2", "#D55E00"
 HEADLINE = {  # what the README shows of each algorithm
@@ -42,7 +44,7 @@ HEADLINE = {  # what the README shows of each algorithm
 
 
 def interval(values: Iterable[float] | np.ndarray) -> np.ndarray | None:
-    """The 95 % bootstrap interval of the mean over seeds, (2, ...) of values (seeds, ...); None of a single seed."""
+    """The 95 % bootstrap interval of the mean over seeds, (2, ...) of (seeds, ...); None of a single seed."""
     from scipy.stats import bootstrap
 
     values = np.asarray(values, dtype=float)
@@ -50,7 +52,9 @@ def interval(values: Iterable[float] | np.ndarray) -> np.ndarray | None:
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of points at which all seeds have the same return
-        found = bootstrap((values,), np.mean, axis=0, n_resamples=9999, method="percentile", rng=np.random.default_rng(0))
+        found = bootstrap(
+            (values,), np.mean, axis=0, n_resamples=9999, method="percentile", rng=np.random.default_rng(0)
+        )
     return np.stack([found.confidence_interval.low, found.confidence_interval.high])
 
 
@@ -73,12 +77,19 @@ def reached(runs: list[dict]) -> str:
 
 def reached_by_others(literature: list[dict], algorithm: str, env_id: str, source: str) -> str:
     """The literature's figures of one column."""
-    fit = [line for line in literature if (line["algorithm"], line["env_id"], line["source"]) == (algorithm, env_id, source)]
+    fit = [
+        line
+        for line in literature
+        if (line["algorithm"], line["env_id"], line["source"]) == (algorithm, env_id, source)
+    ]
     cells = []
     for line in fit:
         more = [line["steps"] if line["steps"] not in ENDS else "", line["note"]]
         name = line["about"].split(",")[0].split("'")[0] if source == "others" else ""
-        cells.append(f"{name} {line['mean']:g} ± {line['spread']:g}".strip() + "".join(f", {text}" for text in more if text))
+        cells.append(
+            f"{name} {line['mean']:g} ± {line['spread']:g}".strip()
+            + "".join(f", {text}" for text in more if text)
+        )
     return "; ".join(cells)
 
 
@@ -86,11 +97,13 @@ def trained(lines: list[dict]) -> list[dict]:
     """The lines of runs with episodes, by algorithm and environment in the order of HEADLINE."""
     order = list(HEADLINE)
     kept = [line for line in lines if line["status"] == "ok" and line.get("episodic_return") is not None]
-    return sorted(kept, key=lambda line: (order.index(line["algorithm"]), line["env_id"] != HEADLINE[line["algorithm"]]))
+    return sorted(
+        kept, key=lambda line: (order.index(line["algorithm"]), line["env_id"] != HEADLINE[line["algorithm"]])
+    )
 
 
 def returns_table(lines: list[dict], short: bool = False) -> str:
-    """Mean return of the last training episodes over seeds, with its interval, beside the literature's figures."""
+    """Mean return of the last training episodes over seeds, with its interval, beside the literature's."""
     literature = results.read(PUBLISHED / "literature.jsonl", results.check_literature)
     sources = SOURCES[:1] if short else SOURCES
     rows, behind = [], []
@@ -100,10 +113,18 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
         most = max(run["total_timesteps"] for run in runs)
         behind += [run for run in runs if run["total_timesteps"] < THROUGH * most]
         runs = [run for run in runs if run not in behind]
-        cells = [millions(most) + (f" of {millions(asked)}" if most < THROUGH * asked else ""), str(len(runs)), reached(runs)]
+        cells = [
+            millions(most) + (f" of {millions(asked)}" if most < THROUGH * asked else ""),
+            str(len(runs)),
+            reached(runs),
+        ]
         cells += [] if short else [", ".join(told(run["episodic_return"]) for run in runs)]
         rows.append(
-            [f"{algorithm}, {env_id}", *cells, *(reached_by_others(literature, algorithm, env_id, name) for name in sources)]
+            [
+                f"{algorithm}, {env_id}",
+                *cells,
+                *(reached_by_others(literature, algorithm, env_id, name) for name in sources),
+            ]
         )
     header = ["", "steps", "seeds", "mean return [95 % interval]", *([] if short else ["by seed"]), *sources]
     if short:
@@ -112,11 +133,13 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
     for run in behind:
         name = f"{run['algorithm']} {run['env_id']} seed {run['seed']}"
         going.append(f"{name} at {millions(run['total_timesteps'])}: {told(run['episodic_return'])}")
-    return "\n\n".join([markdown(header, rows), *([f"On their way: {'; '.join(going)}."] if going else []), made_with(lines)])
+    return "\n\n".join(
+        [markdown(header, rows), *([f"On their way: {'; '.join(going)}."] if going else []), made_with(lines)]
+    )
 
 
 def ablation_table(lines: list[dict]) -> str:
-    """Mean return of the last training episodes of each variant, with its interval, below that of the script as it is."""
+    """Mean return of the last training episodes of each variant, below that of the script as it is."""
     path = PUBLISHED / "learning.jsonl"
     whole = [line | {"variant": "as it is"} for line in (results.read(path) if path.exists() else [])]
     compared = {(line["algorithm"], line["env_id"]) for line in lines}
@@ -127,11 +150,12 @@ def ablation_table(lines: list[dict]) -> str:
             values = [told(run["episodic_return"]) for run in runs]
             most = millions(max(run["total_timesteps"] for run in runs))
             rows.append([f"{env_id}: {variant}", most, str(len(runs)), reached(runs), ", ".join(values)])
-    return f"{markdown(['', 'steps', 'seeds', 'mean return [95 % interval]', 'by seed'], rows)}\n\n{made_with(lines)}"
+    table = markdown(["", "steps", "seeds", "mean return [95 % interval]", "by seed"], rows)
+    return f"{table}\n\n{made_with(lines)}"
 
 
 def made_with(lines: list[dict]) -> str:
-    """Processors, versions and commits of runs with episodes; on how many cores does not change what is learnt."""
+    """Processors, versions and commits of runs; on how many cores does not change what is learnt."""
     lines = trained(lines)
     mkl = {line["hardware"].get("mkl") for line in lines}
     preloaded = f", MKL {'partly ' if None in mkl else ''}as on Intel" if mkl != {None} else ""
@@ -156,7 +180,7 @@ def drawn_curves(runs: list[dict], curves: list[dict]) -> list[dict]:
 
 
 def at_work(curve: dict) -> np.ndarray:
-    """The seconds of a curve without those for which its run stood still: where a step took five times the usual, that."""
+    """The seconds of a curve without stops: a step that took five times the usual counts as usual."""
     taken, steps = np.diff(curve["seconds"]), np.diff(curve["step"])
     if not steps.any():  # all episodes ended at once
         return np.array(curve["seconds"])
@@ -171,10 +195,10 @@ def title_of(env_id: str, asked: int, curves: list[dict]) -> str:
 
 
 def draw(axis, curves: list[dict], key: str) -> None:
-    """Return against steps: single seeds thin, and the mean of those that are through, with its interval. By time: each seed.
+    """Return against steps: single seeds thin, and the mean, with its interval, of those that are through.
 
-    One seed took up to five times as long as another, by what else the machine had to do: at the same minute one is at its end
-    and another has yet to begin, and their mean would tell of the machine.
+    By time: each seed. One seed took up to five times as long as another, by what else the machine had to do:
+    at the same minute one is at its end and another has yet to begin: a mean would tell of the machine.
     """
     scale = {"step": 1e6, "seconds": 60}[key]
     curves = [curve | {"seconds": at_work(curve)} for curve in curves]
@@ -187,7 +211,12 @@ def draw(axis, curves: list[dict], key: str) -> None:
         style = THIN | {"linestyle": "--"}
         if curve in through:
             style = {"color": COLOUR, "linewidth": 1.5 if len(through) == 1 else 0.9} if each else THIN
-        axis.plot(np.array(curve[key]) / scale, curve["episodic_return"], label=labels.pop(curve in through, None), **style)
+        axis.plot(
+            np.array(curve[key]) / scale,
+            curve["episodic_return"],
+            label=labels.pop(curve in through, None),
+            **style,
+        )
     low, high = max(curve["step"][0] for curve in through), min(curve["step"][-1] for curve in through)
     if each or low >= high:
         return
@@ -198,19 +227,28 @@ def draw(axis, curves: list[dict], key: str) -> None:
 
 
 def mark(axis, algorithm: str, env_id: str, key: str) -> None:
-    """CleanRL's figure: by steps, a point with its spread where our runs end; by time, a level; after more steps, told."""
+    """CleanRL's figure: by steps, a point where our runs end; by time, a level; after more steps, told."""
     literature = results.read(PUBLISHED / "literature.jsonl", results.check_literature)
     styles = itertools.cycle(["--", ":"])
     for line in literature:
         if (line["algorithm"], line["env_id"], line["source"]) == (algorithm, env_id, "CleanRL"):
             label = ", ".join(filter(None, [f"CleanRL, {line['steps']} steps", line["note"]]))
             if line["steps"] not in ENDS:
-                axis.plot([], [], " ", label=textwrap.fill(f"{label}: {line['mean']:g} ± {line['spread']:g}", 30))
+                axis.plot(
+                    [], [], " ", label=textwrap.fill(f"{label}: {line['mean']:g} ± {line['spread']:g}", 30)
+                )
             elif key == "step":
-                style = {"fmt": "s" if line["note"] else "D", "color": LITERATURE, "capsize": 4, "label": label}
+                style = {
+                    "fmt": "s" if line["note"] else "D",
+                    "color": LITERATURE,
+                    "capsize": 4,
+                    "label": label,
+                }
                 axis.errorbar(ENDS[line["steps"]], line["mean"], line["spread"], **style)
             else:
-                axis.axhline(line["mean"], color=LITERATURE, linestyle=next(styles), linewidth=1.2, label=label)
+                axis.axhline(
+                    line["mean"], color=LITERATURE, linestyle=next(styles), linewidth=1.2, label=label
+                )
 
 
 def finish(axis, title: str, key: str) -> None:
@@ -227,7 +265,9 @@ def plot_returns_of(algorithm: str, lines: list[dict], curves: list[dict]):
     kept = [(*key, drawn) for key, runs in groups.items() if (drawn := drawn_curves(runs, curves))]
     if not kept:
         return None
-    figure, axes = panels(2 * len(kept), f"{algorithm}: mean over seeds, 95 % bootstrap interval; by time each seed")
+    figure, axes = panels(
+        2 * len(kept), f"{algorithm}: mean over seeds, 95 % bootstrap interval; by time each seed"
+    )
     for row, (env_id, asked, drawn) in enumerate(kept):
         for axis, key in zip(axes[2 * row : 2 * row + 2], ("step", "seconds"), strict=True):
             draw(axis, drawn, key)
@@ -244,7 +284,9 @@ def plot_overview(lines: list[dict], curves: list[dict]):
             kept.append((algorithm, env_id, asked, drawn))
     if not kept:
         return None
-    figure, axes = panels(len(kept), "Learning curves: mean over seeds, 95 % bootstrap interval, single seeds")
+    figure, axes = panels(
+        len(kept), "Learning curves: mean over seeds, 95 % bootstrap interval, single seeds"
+    )
     for axis, (algorithm, env_id, asked, drawn) in zip(axes, kept, strict=False):
         draw(axis, drawn, "step")
         mark(axis, algorithm, env_id, "step")
@@ -255,11 +297,13 @@ def plot_overview(lines: list[dict], curves: list[dict]):
 def unfinished_runs(folder: Path, ended: set[str]) -> Iterator[tuple[dict, dict]]:
     """The lines of results and curves of runs of a sweep that have not ended, as far as their logs go.
 
-    Of the attempts at a run it is the last that counts. Runs that were started before they noted what they are made with are
-    left out.
+    Of the attempts at a run it is the last that counts. Runs that were started before they noted what they
+    are made with are left out.
     """
     sweep = json.loads((folder / "sweep.json").read_bytes())
-    last = {about.parts[-4]: about for about in sorted((folder / "jobs").glob("*/*/runs/about.json"), key=attempt)}
+    last = {
+        about.parts[-4]: about for about in sorted((folder / "jobs").glob("*/*/runs/about.json"), key=attempt)
+    }
     for job, about in last.items():
         if job in ended:
             continue
@@ -275,13 +319,29 @@ def unfinished_runs(folder: Path, ended: set[str]) -> Iterator[tuple[dict, dict]
         algorithm = script.removesuffix("_torchcompile")
         flags = tuple(part for part in command if part in ("--compile", "--cudagraphs"))
         mode = next(name for name, how in MODES.items() if how == (script.removeprefix(algorithm), flags))
-        line = {"format": results.FORMAT, "sweep": sweep["id"], "job": job, "attempts": attempt(about), "status": "ok"}
+        line = {
+            "format": results.FORMAT,
+            "sweep": sweep["id"],
+            "job": job,
+            "attempts": attempt(about),
+            "status": "ok",
+        }
         line |= {"algorithm": algorithm, "mode": mode, "env_id": given["env-id"], "seed": int(given["seed"])}
-        line |= {"script": script, "steps": int(given["total-timesteps"]), "total_timesteps": episodes["step"][-1]}
-        line |= {"sps": None, "startup_seconds": None, "episodic_return": statistics.mean(episodes["episodic_return"][-LAST:])}
+        line |= {
+            "script": script,
+            "steps": int(given["total-timesteps"]),
+            "total_timesteps": episodes["step"][-1],
+        }
+        line |= {
+            "sps": None,
+            "startup_seconds": None,
+            "episodic_return": statistics.mean(episodes["episodic_return"][-LAST:]),
+        }
         columns = ("step", "seconds", "episodic_return")
         points = [column.round(2).tolist() for column in grouped(*(episodes[key] for key in columns))]
-        curve = {key: line[key] for key in ("format", "sweep", "job")} | dict(zip(columns, points, strict=True))
+        curve = {key: line[key] for key in ("format", "sweep", "job")} | dict(
+            zip(columns, points, strict=True)
+        )
         yield line | made_with, curve | {"gpu_seconds": [], "gpu_utilization": []}
 
 
@@ -291,13 +351,18 @@ def attempt(about: Path) -> int:
 
 
 def take_over(folders: list[Path], variant: str | None = None) -> None:
-    """Put the runs of sweeps among the published ones, unless those are further. Raises ResultsError where a file is wrong.
+    """Put the runs of sweeps among the published ones, unless those are further.
 
-    Of a seed that has been run for as many steps more than once it is the run that is further. Only runs of the compiled twin
-    are taken, as a variant any of one agent: those of several agents have no curves.
+    Raises ResultsError where a file is wrong.
+
+    Of a seed that has been run for as many steps more than once it is the run that is further. Only runs of
+    the compiled twin are taken, as a variant any of one agent: those of several agents have no curves.
     """
     name = "ablation" if variant else "learning"
-    files = {PUBLISHED / f"{name}.jsonl": results.check_run, PUBLISHED / f"{name}.curves.jsonl": results.check_curve}
+    files = {
+        PUBLISHED / f"{name}.jsonl": results.check_run,
+        PUBLISHED / f"{name}.curves.jsonl": results.check_curve,
+    }
     old, curves = (results.read(path, check) if path.exists() else [] for path, check in files.items())
     found = {identity(line): line for line in old}
     drawn = {(curve["sweep"], curve["job"]): curve for curve in curves}
@@ -305,13 +370,18 @@ def take_over(folders: list[Path], variant: str | None = None) -> None:
         lines = results.read(folder / "results.jsonl", growing=True)
         new = [(line, None) for line in lines if line["status"] == "ok"]
         new += unfinished_runs(folder, {line["job"] for line in lines})
-        drawn |= {(c["sweep"], c["job"]): c for c in results.read(folder / "curves.jsonl", results.check_curve, growing=True)}
+        drawn |= {
+            (c["sweep"], c["job"]): c
+            for c in results.read(folder / "curves.jsonl", results.check_curve, growing=True)
+        }
         for line, curve in new:
             line |= {"variant": variant} if variant else {}
             known = found.get(identity(line), {"total_timesteps": 0})
             taken = line["mode"] not in (*SEEDS, *PEERS) if variant else line["mode"] in TAKEN
             if taken and known["total_timesteps"] <= line["total_timesteps"]:
-                found[identity(line)] = line | ({"resume": Path(line["resume"]).name} if line.get("resume") else {})
+                found[identity(line)] = line | (
+                    {"resume": Path(line["resume"]).name} if line.get("resume") else {}
+                )
                 drawn |= {(line["sweep"], line["job"]): curve} if curve else {}
     kept = sorted(found.values(), key=natural)
     contents = (kept, [drawn[line["sweep"], line["job"]] for line in kept])
@@ -333,7 +403,9 @@ def natural(line: dict) -> tuple[str, int, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folders", nargs="+", type=Path, help="folders of sweeps")
-    parser.add_argument("--variant", help="the runs are of a changed copy: take them over into ablation.jsonl, by this name")
+    parser.add_argument(
+        "--variant", help="the runs are of a changed copy: take them over into ablation.jsonl, by this name"
+    )
     args = parser.parse_args()
     try:
         take_over(args.folders, args.variant)

@@ -3,17 +3,22 @@
     python benchmark/peers.py {sb3,sbx} SCRIPT --env-id=ID --seed=N --total-timesteps=N [--learning-starts=N]
         [--num-envs=N] [--batch-size=N] [--width=N] [--num-steps=N] [--settle=N]
 
-Same task and networks, same batches and number of gradient steps as the scripts have by default, or with the sizes that are
-given (not of Atari); everything else is the library's default. PPO goes without the normalisation that the script has, which
-saves the libraries time. Atari games are ale-py's behind Stable-Baselines3's own wrappers, stepped in turn: the same frames,
-network and batches, but no EnvPool. SPS counts from a step at which everything is compiled, for JAX compiles when it first
-learns: of PPO after two rollouts, of the others after as many agent steps in which they learn as --settle says.
+Same task and networks, same batches and number of gradient steps as the scripts have by default, or with the
+sizes that are given (not of Atari); everything else is the library's default. PPO goes without the
+normalisation that the script has, which saves the libraries time. Atari games are ale-py's behind
+Stable-Baselines3's own wrappers, stepped in turn: the same frames, network and batches, but no EnvPool. SPS
+counts from a step at which everything is compiled, for JAX compiles when it first learns: of PPO after two
+rollouts, of the others after as many agent steps in which they learn as --settle says.
 """
+
+import time
+
+# ruff: noqa: E402
+START_TIME = time.perf_counter()  # the imports below count, as in the scripts
 
 import argparse
 import importlib
 import json
-import time
 
 import gymnasium as gym
 import jax
@@ -22,14 +27,32 @@ from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
 PACKAGES = {"sb3": "stable_baselines3", "sbx": "sbx"}
-OFF_POLICY = {"train_freq": 1, "gradient_steps": -1, "batch_size": 256, "policy_kwargs": {"net_arch": [256, 256]}}
+OFF_POLICY = {
+    "train_freq": 1,
+    "gradient_steps": -1,
+    "batch_size": 256,
+    "policy_kwargs": {"net_arch": [256, 256]},
+}
 ON_POLICY = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10}
 ON_POLICY |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}
 # The libraries advise the CPU for PPO on small networks.
 ON_POLICY |= {"device": "cpu"}
-DISCRETE = {"train_freq": 10, "batch_size": 128, "buffer_size": 10_000, "target_update_interval": 500, "learning_rate": 2.5e-4}
+DISCRETE = {
+    "train_freq": 10,
+    "batch_size": 128,
+    "buffer_size": 10_000,
+    "target_update_interval": 500,
+    "learning_rate": 2.5e-4,
+}
 DISCRETE |= {"exploration_fraction": 0.5, "policy_kwargs": {"net_arch": [120, 84]}}
-ATARI = {"n_steps": 128, "batch_size": 256, "n_epochs": 4, "learning_rate": 2.5e-4, "clip_range": 0.1, "ent_coef": 0.01}
+ATARI = {
+    "n_steps": 128,
+    "batch_size": 256,
+    "n_epochs": 4,
+    "learning_rate": 2.5e-4,
+    "clip_range": 0.1,
+    "ent_coef": 0.01,
+}
 # The class, its policy and its options.
 ALGORITHMS = {
     "sac_continuous_action": ("SAC", "MlpPolicy", OFF_POLICY),
@@ -41,7 +64,7 @@ ALGORITHMS = {
 
 
 class Stopwatch(BaseCallback):
-    """Starts with the first rollout from step `start` on, which for SAC and TD3 is a step of the environments, for DQN ten."""
+    """Starts with the first rollout from step `start` on: of SAC and TD3 one step of all, of DQN ten."""
 
     def __init__(self, start: int):
         super().__init__()
@@ -56,32 +79,53 @@ class Stopwatch(BaseCallback):
 
 
 def make_env(script: str, env_id: str, seed: int, num_envs: int) -> VecEnv:
-    """The environments of a script: of Atari, the eight games of ale-py for EnvPool's id, such as Breakout-v5."""
+    """The environments of a script; of Atari eight of ale-py's for EnvPool's id, such as Breakout-v5."""
     if script != "ppo_atari_envpool":
         return make_vec_env(lambda: gym.make(env_id), n_envs=num_envs, seed=seed)
     gym.register_envs(importlib.import_module("ale_py"))
-    return VecFrameStack(make_atari_env(f"{env_id.removesuffix('-v5')}NoFrameskip-v4", n_envs=8, seed=seed), n_stack=4)
+    return VecFrameStack(
+        make_atari_env(f"{env_id.removesuffix('-v5')}NoFrameskip-v4", n_envs=8, seed=seed), n_stack=4
+    )
 
 
 def main() -> None:
-    begin = time.perf_counter()
     parser = argparse.ArgumentParser()
     parser.add_argument("peer", choices=PACKAGES)
     parser.add_argument("script", choices=ALGORITHMS)
     parser.add_argument("--env-id", required=True)
-    for name, default in (("--seed", None), ("--total-timesteps", None), ("--learning-starts", 0), ("--num-envs", 1)):
+    for name, default in (
+        ("--seed", None),
+        ("--total-timesteps", None),
+        ("--learning-starts", 0),
+        ("--num-envs", 1),
+    ):
         parser.add_argument(name, type=int, default=default, required=default is None)
-    for name, default in (("--batch-size", None), ("--width", None), ("--num-steps", None), ("--settle", 500)):
+    for name, default in (
+        ("--batch-size", None),
+        ("--width", None),
+        ("--num-steps", None),
+        ("--settle", 500),
+    ):
         parser.add_argument(name, type=int, default=default)
     args = parser.parse_args()
     algorithm, policy, options = ALGORITHMS[args.script]
-    given = {"learning_starts": args.learning_starts, "batch_size": args.batch_size, "n_steps": args.num_steps}
+    given = {
+        "learning_starts": args.learning_starts,
+        "batch_size": args.batch_size,
+        "n_steps": args.num_steps,
+    }
     options = options | {name: value for name, value in given.items() if value}
     if algorithm == "DQN":  # train_freq counts steps of all environments at once
         options["gradient_steps"] = args.num_envs
     if args.width:
-        layers = [args.width, *options["policy_kwargs"]["net_arch"][1:]] if algorithm == "DQN" else [args.width, args.width]
-        options["policy_kwargs"] = {"net_arch": {"pi": layers, "vf": layers} if algorithm == "PPO" else layers}
+        layers = (
+            [args.width, *options["policy_kwargs"]["net_arch"][1:]]
+            if algorithm == "DQN"
+            else [args.width, args.width]
+        )
+        options["policy_kwargs"] = {
+            "net_arch": {"pi": layers, "vf": layers} if algorithm == "PPO" else layers
+        }
     library = importlib.import_module(PACKAGES[args.peer])
     env = make_env(args.script, args.env_id, args.seed, args.num_envs)
     model = getattr(library, algorithm)(policy, env, seed=args.seed, **options)
@@ -96,7 +140,7 @@ def main() -> None:
         "total_timesteps": args.total_timesteps,
         "sps": (model.num_timesteps - stopwatch.start) / elapsed if elapsed else None,
         "startup_seconds": None,
-        "wall_seconds": time.perf_counter() - begin,
+        "wall_seconds": time.perf_counter() - START_TIME,
         "device": str(model.device) if args.peer == "sb3" else jax.default_backend(),
     }
     print(json.dumps(summary))

@@ -27,7 +27,7 @@ SLURM_ENDED |= {"NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
 
 @dataclass
 class Attempt:
-    """A run that has been started: its folder, submitit's job, when it was started and, where it seems so, when it ended."""
+    """A run that has been started; `ended` is when it seemed to have ended, if it did."""
 
     folder: Path
     job: submitit.Job
@@ -38,7 +38,7 @@ class Attempt:
 
 
 def core_shares(workers: int, flags: str) -> list[tuple[int, ...]]:
-    """The cores of each worker: as many for each, and the threads of one physical core together; where not known, none.
+    """The cores of each worker: as many for each, threads of one physical core together; none if not known.
 
     Where there are too few, refuses the flags that ask for so many workers.
     """
@@ -58,7 +58,7 @@ def core_shares(workers: int, flags: str) -> list[tuple[int, ...]]:
 
 @contextmanager
 def deaf_to_ctrl_c() -> Iterator[None]:
-    """Put off Ctrl+C. Processes started meanwhile never hear it from the terminal: ending them is the sweep's business."""
+    """Put off Ctrl+C, which processes started meanwhile never hear: the sweep ends them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -77,20 +77,25 @@ class Place:
 
     def __init__(self, folder: Path, time_limit: float):
         self.folder = folder
-        logging.getLogger("submitit").setLevel(logging.ERROR)  # it warns of each call of sacct where there is none
+        # it warns of each call of sacct where there is none
+        logging.getLogger("submitit").setLevel(logging.ERROR)
         try:
             self.executor = submitit.AutoExecutor(folder / "submitit", cluster=self.cluster)
         except RuntimeError as error:
             refuse(f"--cluster {self.cluster}: {error}")
         # The nodes of a cluster need not have this folder on their path.
         cloudpickle.register_pickle_by_value(job_module)
-        self.executor.update_parameters(timeout_min=int(time_limit / 60) + 5)  # the run's own limit comes first
+        # the run's own limit comes first
+        self.executor.update_parameters(timeout_min=int(time_limit / 60) + 5)
 
     def start(self, jobs: list[Job], places: list[int]) -> list[Attempt]:
         """Start jobs, on a cluster as one array."""
         with self.executor.batch():
             handles = [self.executor.submit(run_job, job) for job in jobs]
-        return [Attempt(job.folder, handle, place) for job, handle, place in zip(jobs, handles, places, strict=True)]
+        return [
+            Attempt(job.folder, handle, place)
+            for job, handle, place in zip(jobs, handles, places, strict=True)
+        ]
 
     def note(self, attempt: Attempt) -> None:
         """Write down, in the folder of an attempt that has been started, how a later sweep finds its job."""
@@ -118,7 +123,9 @@ class ThisMachine(Place):
         if args.runs_per_gpu > 1 and not gpus:
             refuse(f"--runs-per-gpu takes 1 where there is no GPU, got {args.runs_per_gpu}")
         self.runs_per_gpu, self.workers, self.gpus = args.runs_per_gpu, workers * args.runs_per_gpu, gpus
-        flags = f"--workers {workers}" + (f" --runs-per-gpu {args.runs_per_gpu}" if args.runs_per_gpu > 1 else "")
+        flags = f"--workers {workers}" + (
+            f" --runs-per-gpu {args.runs_per_gpu}" if args.runs_per_gpu > 1 else ""
+        )
         self.cores = core_shares(self.workers, flags)
         super().__init__(folder, time_limit)
 
@@ -131,7 +138,8 @@ class ThisMachine(Place):
         """A job with what it gets at its place."""
         # One at a time has all cores, and PyTorch's choice of threads, to itself.
         job = replace(job, threads=len(self.cores[place]) or None) if self.workers > 1 else job
-        # Those that share a GPU are apart, so that few runs have one each. One that PyTorch cannot use is none of the run's.
+        # Those that share a GPU are apart, so that few runs have one each. One that PyTorch cannot use is
+        # none of the run's.
         gpu = self.gpus[place % (self.workers // self.runs_per_gpu)] if self.gpus else ""
         job = replace(job, cores=self.cores[place], gpu=gpu, sharing=self.runs_per_gpu)
         return replace(job, owner=os.getpid(), lock=self.folder / "running.lock")
@@ -158,7 +166,10 @@ class Slurm(Place):
         options = {"cpus_per_task": args.cores_per_job, "slurm_array_parallelism": workers}
         options |= {"slurm_partition": args.partition} if args.partition else {}
         options |= {"gpus_per_node": args.gpus_per_job} if args.gpus_per_job else {}
-        more = {key: value == "true" if value in ("true", "false") else value for key, value in args.slurm_options.items()}
+        more = {
+            key: value == "true" if value in ("true", "false") else value
+            for key, value in args.slurm_options.items()
+        }
         self.executor.update_parameters(name="leanrl", slurm_additional_parameters=more, **options)
         self.states: dict[str, str] | None = None
         self.look()
@@ -183,12 +194,17 @@ class Slurm(Place):
     def found(self, folder: Path) -> Attempt | None:
         if not (folder / "slurm_job").exists():
             return None
-        attempt = Attempt(folder, submitit.SlurmJob(self.folder / "submitit", (folder / "slurm_job").read_text()))
+        attempt = Attempt(
+            folder, submitit.SlurmJob(self.folder / "submitit", (folder / "slurm_job").read_text())
+        )
         return None if self.ended(attempt) else attempt
 
     def ended(self, attempt: Attempt) -> bool:
-        """Whether a job has left the cluster; not as long as Slurm does not answer, for the job may be at work."""
-        return self.states is not None and self.states.get(attempt.job.job_id, "GONE").partition(" ")[0] in SLURM_ENDED
+        """Whether a job has left the cluster; where Slurm does not answer, it may be at work."""
+        return (
+            self.states is not None
+            and self.states.get(attempt.job.job_id, "GONE").partition(" ")[0] in SLURM_ENDED
+        )
 
     def stop(self, attempt: Attempt) -> None:
         """Have a job end."""
@@ -196,7 +212,7 @@ class Slurm(Place):
 
 
 def slurm_jobs() -> dict[str, str] | None:
-    """State and reason of each Slurm job of this user, such as "PENDING Resources"; None where Slurm does not answer.
+    """State and reason of each of this user's jobs, as in "PENDING Resources"; None without an answer.
 
     submitit asks sacct, which many clusters do not have, and waits for ever for a job that died.
     """
@@ -204,7 +220,9 @@ def slurm_jobs() -> dict[str, str] | None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return None
-    return {number: state for number, state in (line.strip().split(" ", 1) for line in done.stdout.splitlines())}
+    return {
+        number: state for number, state in (line.strip().split(" ", 1) for line in done.stdout.splitlines())
+    }
 
 
 def submitit_log(job: submitit.Job) -> str:
@@ -214,7 +232,7 @@ def submitit_log(job: submitit.Job) -> str:
 
 
 def wait_for_strays(lock: Path, seconds: float = SAVE_SECONDS + 20) -> None:
-    """Wait for the runs of a sweep that was killed: they notice, and save; nothing may run beside those of a new one."""
+    """Wait until the runs of a sweep that was killed have saved: none may run beside those of a new one."""
     start = time.monotonic()
     with lock.open("a+") as file:
         for trial in itertools.count():

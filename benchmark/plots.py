@@ -4,9 +4,22 @@ import statistics
 import textwrap
 
 import numpy as np
-from tables import AXES, LABELS, UNITS, binding, busy_per_million, by, in_order, name_of, processor, timed, unit_cost
+from tables import (
+    AXES,
+    LABELS,
+    UNITS,
+    binding,
+    busy_per_million,
+    by,
+    in_order,
+    name_of,
+    processor,
+    timed,
+    unit_cost,
+)
 
-# The colours here are those of Okabe and Ito, which colour-blind readers can tell apart; markers do where there is no colour.
+# The colours here are those of Okabe and Ito, which colour-blind readers can tell apart; markers do where
+# there is no colour.
 SCRIPT_STYLES = {
     "sac_continuous_action": ("#0072B2", "o"),
     "td3_continuous_action": ("#D55E00", "s"),
@@ -14,7 +27,17 @@ SCRIPT_STYLES = {
     "ppo_atari_envpool": ("#000000", "D"),
     "dqn": ("#CC79A7", "v"),
 }
-MODE_COLOURS = ("#999999", "#555555", "#E69F00", "#56B4E9", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#F0E442")
+MODE_COLOURS = (
+    "#999999",
+    "#555555",
+    "#E69F00",
+    "#56B4E9",
+    "#0072B2",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#F0E442",
+)
 COLOURS = dict(zip(LABELS, MODE_COLOURS, strict=True))
 
 
@@ -27,7 +50,9 @@ def panels(count: int, title: str):
 
     columns = min(count, 2)
     rows = -(-count // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, 3.2 * rows + 0.6), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(5.2 * columns, 3.2 * rows + 0.6), squeeze=False, layout="constrained"
+    )
     for axis in axes.ravel()[count:]:
         axis.set_visible(False)
     for axis in axes.ravel():
@@ -50,7 +75,7 @@ def below(lines: list[dict]) -> str:
 
 
 def plot_speed(lines: list[dict]):
-    """Bars of agent steps per second by mode, the range over runs as whiskers; a panel an algorithm and environment."""
+    """Bars of steps per second by mode, with the range over runs; a panel an algorithm and environment."""
     groups = by(timed(lines), "algorithm", "env_id", "steps")
     if not groups:
         return None
@@ -60,7 +85,10 @@ def plot_speed(lines: list[dict]):
         modes = {mode: [line["sps"] for line in runs] for mode, runs in runs_of.items()}
         names = in_order(modes)[::-1]
         medians = np.array([statistics.median(modes[mode]) for mode in names])
-        whiskers = [medians - [min(modes[mode]) for mode in names], [max(modes[mode]) for mode in names] - medians]
+        whiskers = [
+            medians - [min(modes[mode]) for mode in names],
+            [max(modes[mode]) for mode in names] - medians,
+        ]
         colours = [COLOURS[mode] for mode in names]
         labels = [label(mode, runs_of[mode]) for mode in names]
         axis.barh(labels, medians, xerr=whiskers, color=colours, ecolor="black", capsize=3)
@@ -75,20 +103,23 @@ def plot_speed(lines: list[dict]):
 
 
 def plot_returns(lines: list[dict], curves: list[dict], key: str):
-    """Return of training episodes against `key`, step or seconds: mean and range over seeds; a panel a task."""
+    """Return of training episodes against `key`, step or seconds: mean and range; a panel a task."""
     curve_of = {(curve["sweep"], curve["job"]): curve for curve in curves if len(curve["step"]) > 1}
     drawn = [line for line in lines if (line["sweep"], line["job"]) in curve_of]
     groups = by(drawn, "algorithm", "env_id", "steps")
     if not groups:
         return None
     axis_name = {"step": "agent steps", "seconds": "seconds, start-up included"}[key]
-    figure, axes = panels(len(groups), f"Return of training episodes against {axis_name}: mean and range over seeds")
+    figure, axes = panels(
+        len(groups), f"Return of training episodes against {axis_name}: mean and range over seeds"
+    )
     for axis, ((algorithm, env_id, _), group) in zip(axes, groups.items(), strict=False):
         modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
         for mode in in_order(modes):
             runs = [curve_of[line["sweep"], line["job"]] for line in modes[mode]]
-            # Only where each seed has episodes, for a mean over fewer would jump; and by steps also against time, of which
-            # the mean is taken: a seed that had to compile is through its first episodes when others are at their end.
+            # Only where each seed has episodes, for a mean over fewer would jump; and by steps also against
+            # time, of which the mean is taken: a seed that had to compile is through its first episodes when
+            # others are at their end.
             low, high = max(run["step"][0] for run in runs), min(run["step"][-1] for run in runs)
             if low >= high:
                 continue
@@ -97,7 +128,9 @@ def plot_returns(lines: list[dict], curves: list[dict], key: str):
             seconds = np.stack([np.interp(grid, run["step"], run["seconds"]) for run in runs])
             x = grid if key == "step" else seconds.mean(axis=0)
             axis.plot(x, values.mean(axis=0), color=COLOURS[mode], label=label(mode, modes[mode]))
-            axis.fill_between(x, values.min(axis=0), values.max(axis=0), color=COLOURS[mode], alpha=0.2, linewidth=0)
+            axis.fill_between(
+                x, values.min(axis=0), values.max(axis=0), color=COLOURS[mode], alpha=0.2, linewidth=0
+            )
         axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
         axis.set_xlabel(axis_name)
         axis.set_ylabel("return")
@@ -108,17 +141,23 @@ def plot_returns(lines: list[dict], curves: list[dict], key: str):
 
 
 def plot_scaling(lines: list[dict]):
-    """Cost against sizes, both by powers: a panel an axis, a marker a script; filled where another resource binds."""
-    figure, axes = panels(len(AXES) + 1, "What an agent step, a row of a batch and a gradient step cost, by size")
+    """Cost against sizes: a panel an axis, a marker a script, filled where another resource binds."""
+    figure, axes = panels(
+        len(AXES) + 1, "What an agent step, a row of a batch and a gradient step cost, by size"
+    )
     for axis, (name, title) in zip(axes, AXES.items(), strict=False):
-        for (script, mode), group in by([line for line in lines if line["axis"] == name], "script", "mode").items():
+        for (script, mode), group in by(
+            [line for line in lines if line["axis"] == name], "script", "mode"
+        ).items():
             group = sorted(group, key=lambda line: line["value"])
             colour, marker = SCRIPT_STYLES[script]
             points = ([line["value"] for line in group], [unit_cost(line) for line in group])
             if mode == "sbx":
                 axis.plot(*points, color=colour, linestyle="--", linewidth=1, label=f"{script}: SBX")
                 continue
-            axis.plot(*points, color=colour, marker=marker, markersize=7, markerfacecolor="white", label=script)
+            axis.plot(
+                *points, color=colour, marker=marker, markersize=7, markerfacecolor="white", label=script
+            )
             if bound := binding(group):
                 axis.plot(bound["value"], unit_cost(bound), color=colour, marker=marker, markersize=9)
         axis.set(xscale="log", yscale="log", xlabel=title, ylabel=f"microseconds per {UNITS[name]}")
@@ -134,21 +173,29 @@ def plot_scaling(lines: list[dict]):
 
 
 def plot_gpu(lines: list[dict], curves: list[dict]):
-    """GPU utilisation over the first run of each mode; a panel an algorithm and environment. None without a GPU."""
+    """GPU utilisation over the last run of each mode; a panel an algorithm and environment, if on a GPU."""
     curve_of = {(curve["sweep"], curve["job"]): curve for curve in curves if curve["gpu_seconds"]}
     whole = [line for line in timed(lines) if line.get("gpu_busy_seconds") is not None]
     drawn = [line for line in whole if (line["sweep"], line["job"]) in curve_of]
     groups = by(drawn, "algorithm", "env_id", "steps")
     if not groups:
         return None
-    figure, axes = panels(len(groups), "GPU utilisation in a run, and the median of GPU-busy seconds per million steps")
+    figure, axes = panels(
+        len(groups), "GPU utilisation in a run, and the median of GPU-busy seconds per million steps"
+    )
     for axis, ((algorithm, env_id, _), group) in zip(axes, groups.items(), strict=False):
         modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
         for mode in in_order(modes):
-            curve = curve_of[modes[mode][-1]["sweep"], modes[mode][-1]["job"]]  # the last: the first has compiled
+            # the last: the first has compiled
+            curve = curve_of[modes[mode][-1]["sweep"], modes[mode][-1]["job"]]
             busy = statistics.median(map(busy_per_million, modes[mode]))
             percent = 100 * np.array(curve["gpu_utilization"])
-            axis.plot(curve["gpu_seconds"], percent, color=COLOURS[mode], label=f"{label(mode, modes[mode])}: {busy:,.0f} s")
+            axis.plot(
+                curve["gpu_seconds"],
+                percent,
+                color=COLOURS[mode],
+                label=f"{label(mode, modes[mode])}: {busy:,.0f} s",
+            )
         axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
         axis.set_xlabel("seconds, start-up included")
         axis.set_ylabel("utilisation, %")

@@ -2,12 +2,13 @@
 
     python benchmark/profile_run.py NAME [--trace FILE] [ARGS]        what ./run.sh profile calls
 
-Runs leanrl/NAME.py with ARGS, eager, compiled or captured, until 50 steps of its environments are profiled, ten after learning
-starts (PPO: the second rollout and what is learnt from the first), and ends it. Prints two tables, and writes a trace for
-chrome://tracing or https://ui.perfetto.dev: by default a new file in profiles/.
+Runs leanrl/NAME.py with ARGS, eager, compiled or captured, until 50 steps of its environments are profiled,
+ten after learning starts (PPO: the second rollout and what is learnt from the first), and ends it. Prints
+two tables, and writes a trace for chrome://tracing or https://ui.perfetto.dev: by default a new file in
+profiles/.
 
-The script knows nothing of it. Right before its main loop a statement is inserted that wraps the functions a step calls: as
-callables, because a captured graph that is replayed enters no Python function.
+The script knows nothing of it. Right before its main loop a statement is inserted that wraps the functions a
+step calls: as callables, because a captured graph that is replayed enters no Python function.
 """
 
 import argparse
@@ -37,7 +38,7 @@ class ProfileOverError(SystemExit):
 
 
 def hooked(source: str, path: Path) -> ast.Module:
-    """A script with `begin_profile(globals())` before its main loop, however deep that is; line numbers stay as they were."""
+    """A script with `begin_profile(globals())` before its main loop; line numbers stay as they were."""
 
     class Hook(ast.NodeTransformer):
         loops = 0
@@ -60,7 +61,8 @@ def run_script(path: Path, args: list[str], begin_profile: Callable[[dict], None
     """Run a script as Python would, with the hook before its main loop."""
     sys.argv[:] = [str(path), *args]
     sys.path[0] = str(path.parent)
-    sys.modules["__main__"] = module = types.ModuleType("__main__")  # where tyro looks for the texts of --help
+    # Where tyro looks for the texts of --help.
+    sys.modules["__main__"] = module = types.ModuleType("__main__")
     vars(module).update(__file__=str(path), begin_profile=begin_profile)
     exec(compile(hooked(path.read_text(), path), str(path), "exec"), vars(module))
 
@@ -69,23 +71,27 @@ class RunProfile:
     """The profile of a run, from its main loop on."""
 
     def begin(self, run: dict) -> None:
-        """Wrap the functions that a step calls, among the globals of a script that is about to begin its main loop.
+        """Wrap the functions that a step calls, globals of a script that is about to begin its main loop.
 
-        Raises ProfileOverError in the call that ends the last step of the profile, or at once where there will be none.
+        Raises ProfileOverError in the call that ends the profile, or at once where there will be none.
         """
         args, on_policy = run["args"], "rollout" in run
         self.device = run["device"].type
-        self.steps = run["num_steps"] if on_policy else STEPS
-        wait = self.steps if on_policy else max(args.learning_starts - run["global_step"], 0) // args.num_envs + 10
+        self.steps = args.num_steps if on_policy else STEPS
+        random_steps = 0 if on_policy else max(args.learning_starts - run["global_step"], 0)
+        wait = self.steps if on_policy else random_steps // args.num_envs + 10
         needed = (wait + self.steps) * args.num_envs
         left = 0 if run["last"] else args.total_timesteps - run["global_step"]
         if needed > left:
-            raise ProfileOverError(f"a profile takes {needed} agent steps, and this run makes {left}: see --total-timesteps")
+            raise ProfileOverError(
+                f"a profile takes {needed} agent steps, and this run makes {left}: see --total-timesteps"
+            )
 
-        shown = {"numpy_policy" if run.get("act_on_cpu") else "act": "policy", "prepare": "prepare", "update": "update"}
-        shown = {function: name for function, name in shown.items() if function in run}
-        self.names = [*shown.values(), "environment"]
-        for function, name in shown.items():
+        policy = "policy" if "policy" in run else "act"  # what the loop calls, in PyTorch or in NumPy
+        functions = {policy: "policy", "prepare": "prepare", "update": "update"}
+        functions = {function: name for function, name in functions.items() if function in run}
+        self.names = [*functions.values(), "environment"]
+        for function, name in functions.items():
             run[function] = self.named(name, run[function])
         step_envs = self.named("environment", run["envs"].step)
 
@@ -146,7 +152,7 @@ class RunProfile:
         return False
 
     def costliest(self) -> dict[str, list[tuple[str, float, float]]]:
-        """Operators and, on CUDA, kernels: each with its own microseconds and calls a step, the costliest first."""
+        """Operators and, on CUDA, kernels: own microseconds and calls a step, the costliest first."""
         tables: dict[str, list] = {"kernels on the device": []} if self.device == "cuda" else {}
         tables["operators on the CPU, without what they call"] = []
         *kernels, operators = tables.values()
@@ -167,7 +173,9 @@ def main() -> None:
     scripts = sorted(path.stem for path in LEANRL.glob("*.py"))
     if options.name not in scripts:
         refuse(f"takes one of: {' '.join(scripts)}, got {options.name}")
-    trace = (options.trace or Path("profiles", f"{options.name}-{datetime.now():%m%d-%H%M%S}.json.gz")).absolute()
+    trace = (
+        options.trace or Path("profiles", f"{options.name}-{datetime.now():%m%d-%H%M%S}.json.gz")
+    ).absolute()
     try:
         trace.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What is on record of a sweep: its folder, the files of results in it, and what the attempts at its runs have left there."""
+"""What is on record of a sweep: its folder, the results in it, and what attempts at its runs have left."""
 
 import fcntl
 import sys
@@ -17,7 +17,9 @@ from selection import Run
 def default_folder(profile: str) -> Path:
     """sweeps/<profile>-<commit>; a new one each time where there are changes that are not committed."""
     head = git(ROOT, "rev-parse", "--short=7", "HEAD")
-    changed = f"{datetime.now():%m%d-%H%M%S}" if git(ROOT, "status", "--porcelain", "--untracked-files=no") else ""
+    changed = (
+        f"{datetime.now():%m%d-%H%M%S}" if git(ROOT, "status", "--porcelain", "--untracked-files=no") else ""
+    )
     return ROOT / "sweeps" / "-".join(part for part in (profile, head, changed) if part)
 
 
@@ -40,7 +42,10 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def describe(folder: Path, profile: str) -> str:
-    """The identity of a folder's sweep, written down where it is new. Refuses a folder with a sweep of another profile."""
+    """The identity of a folder's sweep, written down where it is new.
+
+    Refuses a folder with a sweep of another profile.
+    """
     path, now = folder / "sweep.json", commit(ROOT)
     if not path.exists():
         identity = f"{datetime.now(UTC):%Y-%m-%d}-{uuid4().hex[:8]}"
@@ -62,7 +67,7 @@ def describe(folder: Path, profile: str) -> str:
 
 
 def read_outcome(folder: Path) -> dict | None:
-    """What a run has left in its folder at its end; None before that, and where that is not what a run leaves."""
+    """What a run has left in its folder at its end; None where that is nothing, or not what a run leaves."""
     try:
         outcome = results.parse((folder / "outcome.json").read_bytes())
         results.check_keys(outcome, results.Died if outcome["status"] == "failed" else results.Ended)
@@ -83,7 +88,10 @@ class Record:
 
         A line that was cut off goes, and so do those of selected runs that failed.
         """
-        lines, curves = results.recover(self.results_file), results.recover(self.curves_file, results.check_curve)
+        lines, curves = (
+            results.recover(self.results_file),
+            results.recover(self.curves_file, results.check_curve),
+        )
         drawn = {curve["job"]: curve for curve in curves}
         kept = [line for line in lines if line["status"] == "ok" and line["job"] in drawn]
         failed = [line for line in lines if line["status"] == "failed" and line["job"] not in selected]
@@ -121,11 +129,13 @@ class Record:
         return sorted((path for path in folders if path.name.isdecimal()), key=lambda path: int(path.name))
 
     def new_attempt(self, run: Run) -> Path:
-        """A new folder for a run. It gets what the newest attempt with a checkpoint has left, if the run writes such."""
+        """A new folder for a run, with what the newest attempt that had a checkpoint has left."""
         earlier = self.attempts(run)
         folder = self.folder / "jobs" / run.name / str(int(earlier[-1].name) + 1 if earlier else 1)
         folder.mkdir(parents=True)
-        saved = [path / "runs" for path in earlier if checkpoints(path / "runs")] if run.checkpoint_every else []
+        saved = (
+            [path / "runs" for path in earlier if checkpoints(path / "runs")] if run.checkpoint_every else []
+        )
         if saved:
             saved[-1].rename(folder / "runs")
         return folder

@@ -4,7 +4,8 @@
     ./run.sh report sweeps/NAME      prints the table of a sweep and writes its plots
 
 A table stands between `<!-- table: KIND FILE -->` and `<!-- end -->`; KIND is a key of TABLES, FILE a file in
-benchmark/results/. Nothing between the two is written by hand, and nothing stands there as long as there is no such file.
+benchmark/results/. Nothing between the two is written by hand, and nothing stands there as long as there is
+no such file.
 """
 
 import re
@@ -45,12 +46,14 @@ PLOTS = {
     "return-by-time": partial(plots.plot_returns, key="seconds"),
     "gpu": plots.plot_gpu,
 }
-LEARNING_PLOTS = {f"returns-{algorithm}": partial(learning.plot_returns_of, algorithm) for algorithm in learning.HEADLINE}
+LEARNING_PLOTS = {
+    f"returns-{algorithm}": partial(learning.plot_returns_of, algorithm) for algorithm in learning.HEADLINE
+}
 LEARNING_PLOTS |= {"overview": learning.plot_overview}
 
 
 def render(text: str) -> str:
-    """`text` with the tables between its markers made anew. Raises ResultsError where a file is not what it should be."""
+    """`text` with its tables made anew. Raises ResultsError where a file is not what it should be."""
 
     def table(match: re.Match) -> str:
         if match[2] not in TABLES:
@@ -84,7 +87,7 @@ def write_plots(lines: list[dict], curves: list[dict], folder: Path) -> list[Pat
 
 
 def unfinished(folder: Path, ended: set[str]) -> dict[str, int]:
-    """The runs of a sweep that have a checkpoint and have not ended well: their names, and the newest step."""
+    """The runs of a sweep that have a checkpoint and have not ended well, with their newest steps."""
     steps: dict[str, int] = {}
     for path in sorted((folder / "jobs").glob("*/*/runs/*/[0-9]*.pt")):
         name = path.relative_to(folder / "jobs").parts[0]
@@ -94,7 +97,7 @@ def unfinished(folder: Path, ended: set[str]) -> dict[str, int]:
 
 
 def report_folder(folder: Path) -> None:
-    """Print the tables of a sweep's results and write its plots. Raises ResultsError where a file is not what it should be."""
+    """Print a sweep's tables and write its plots. Raises ResultsError where a file is not as it should be."""
     lines = results.read(folder / "results.jsonl", growing=True)
     print(tables.speed_table(lines))
     for name, step in unfinished(folder, {line["job"] for line in lines if line["status"] == "ok"}).items():
@@ -102,19 +105,26 @@ def report_folder(folder: Path) -> None:
     failed = [line for line in lines if line["status"] == "failed"]
     for line in failed:
         print(f"\nfailed: {line['job']}: {line['reason']}")
+    for line in lines:
+        for seed, reason in line.get("lost_seeds", {}).items():
+            print(f"\nlost: the agent of seed {seed} in {line['job']}: {reason}")
     curves = results.read(folder / "curves.jsonl", results.check_curve, growing=True)
     paths = write_plots(lines, curves, folder / "plots")
     print(f"\nresults: {folder / 'results.jsonl'}\nplots: {', '.join(str(path) for path in paths)}")
 
 
 def published_plot(name: str, kind: str):
-    """The figure of NAME.jsonl and NAME.curves.jsonl in benchmark/results/. Raises ResultsError where there is none."""
+    """The figure of NAME.jsonl and NAME.curves.jsonl in results/. Raises ResultsError where there is none."""
     path, curves = PUBLISHED / f"{name}.jsonl", PUBLISHED / f"{name}.curves.jsonl"
     lines = results.read(path, results.check_scaling if kind == "scaling" else results.check_run)
     plot = (LEARNING_PLOTS | PLOTS | {"scaling": lambda lines, _: plots.plot_scaling(lines)}).get(kind)
     if kind not in LEARNING_PLOTS and len(machines(lines)) != 1:
-        raise results.ResultsError(f"{path}: a plot needs the runs of one machine, not of {len(machines(lines))}")
-    figure = plot(lines, results.read(curves, results.check_curve) if curves.exists() else []) if plot else None
+        raise results.ResultsError(
+            f"{path}: a plot needs the runs of one machine, not of {len(machines(lines))}"
+        )
+    figure = (
+        plot(lines, results.read(curves, results.check_curve) if curves.exists() else []) if plot else None
+    )
     if figure is None:
         raise results.ResultsError(f"{path}: has nothing for a plot of kind {kind}")
     return figure

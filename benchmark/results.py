@@ -1,10 +1,11 @@
 """The format of the files of results, and how they are read and appended to.
 
-A sweep writes two files of JSON lines. In `results.jsonl` a line is a run: the keys of `Done`, and what else the run's summary
-holds, or the keys of `Failed`. In `curves.jsonl` a line is what one run showed over time: the keys of `Curve`. Both are
-checked line by line on reading and before writing, and appended to so that neither a full disk nor a killed process leaves
-half a line behind for good. They are JSON to the letter: no NaN, nothing infinite. In `cuda_code.jsonl` a line is a graph that
-benchmark/cuda_code.py has compiled: the keys of `Code` or `NoCode`, checked like the others.
+A sweep writes two files of JSON lines. In `results.jsonl` a line is a run: the keys of `Done`, and what else
+the run's summary holds, or the keys of `Failed`. In `curves.jsonl` a line is what one run showed over time:
+the keys of `Curve`. Both are checked line by line on reading and before writing, and appended to so that
+neither a full disk nor a killed process leaves half a line behind for good. They are JSON to the letter: no
+NaN, nothing infinite. In `cuda_code.jsonl` a line is a graph that benchmark/cuda_code.py has compiled: the
+keys of `Code` or `NoCode`, checked like the others.
 """
 
 import json
@@ -17,7 +18,8 @@ from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 FORMAT = 1  # of both files; grows with every change that an older reader would misread
 Mode = Literal["eager", "twin", "compile", "cudagraphs", "both", "seeds", "seeds_both", "sb3", "sbx"]
-Return = float | list[float | None] | None  # a list where a run has several agents, in the order of its `seeds`
+# a list where a run has several agents, in the order of its `seeds`
+Return = float | list[float | None] | None
 
 
 class Hardware(TypedDict):
@@ -30,7 +32,10 @@ class Hardware(TypedDict):
 
 
 class Run(TypedDict):
-    """What every line of a run has. `job` names it within its sweep: script, mode, environment, steps and seed."""
+    """What every line of a run has.
+
+    `job` names it within its sweep: script, mode, environment, steps and seed.
+    """
 
     format: int
     sweep: str
@@ -73,9 +78,11 @@ class Measured(TypedDict, total=False):
     runs_per_gpu: int  # how many shared the GPU
     resumed: int | None  # the step from which it was taken up last, and sps counts; None where it ran through
     cpu_busy_seconds: float  # processor time of the run
-    gpu_busy_seconds: float | None  # area under the curve of GPU utilisation, start-up left out; None without a GPU
+    # area under the curve of GPU utilisation, start-up left out; None without a GPU
+    gpu_busy_seconds: float | None
     gpu_memory_mb: float | None  # the most that was in use on the GPU
     seeds: list[int]  # of the agents of a run that has several; its `seed` is the first
+    lost_seeds: dict[str, str]  # the seeds of agents that were lost on the way, and why; they have no returns
     episodic_return: Return
     episodic_return_10: Return
     git_commit: str | None
@@ -83,16 +90,19 @@ class Measured(TypedDict, total=False):
 
 
 class Curve(TypedDict):
-    """What the run `job` showed over time. Seconds are those of its processes, compilation included, without what was lost."""
+    """What the run `job` showed over time.
+
+    Seconds are those of its processes, compilation included, without what was lost.
+    """
 
     format: int
     sweep: str
     job: str
-    # Training episodes, in at most 100 groups of as many: where each group ended, and its mean return. None of several agents.
+    # Training episodes, in at most 100 groups: where each ended, and its mean return. None of several agents.
     step: list[int]
     seconds: list[float]
     episodic_return: list[float]
-    # GPU utilisation between 0 and 1 in at most 100 groups of samples: where each ended, and its mean. Empty without a GPU.
+    # GPU utilisation (0 to 1), in at most 100 groups: where each ended, and its mean. Empty without a GPU.
     gpu_seconds: list[float]
     gpu_utilization: list[float]
 
@@ -266,7 +276,7 @@ def parse(content: str | bytes) -> object:
 
 
 def check_keys(line: object, *kinds: type) -> None:
-    """Raise ValueError, with one line that says why, unless this is an object with the keys of all these kinds."""
+    """Raise ValueError, with one line that says why, unless this has the keys of all these kinds."""
     if not isinstance(line, dict):
         raise ValueError("is no object")
     try:
@@ -290,7 +300,7 @@ def check_finite(line: dict) -> None:
 
 
 def check_format(line: object) -> None:
-    """Raise ValueError unless this is an object that names this version's format; of another format, a FormatError."""
+    """Raise ValueError unless this names this version's format; of another format, a FormatError."""
     if not isinstance(line, dict) or "format" not in line:
         raise ValueError("is no line of results")
     if line["format"] != FORMAT:
@@ -324,7 +334,7 @@ def check_code(line: object) -> None:
 
 
 def check_of(kind: type) -> Callable[[object], None]:
-    """A check that raises ValueError, with one line that says why, unless it is given a line of a kind, of this format."""
+    """A check that raises ValueError, with one line that says why, but for a line of a kind and format."""
 
     def check(line: object) -> None:
         check_format(line)
@@ -334,14 +344,15 @@ def check_of(kind: type) -> Callable[[object], None]:
     return check
 
 
-# Of benchmark/roofline.py, agents.py, settings.py, scaling.py and tricks.py, of the literature's figures, and of a sweep.json.
-check_roofline, check_agents, check_setting, check_scaling, check_figure, check_literature, check_description = map(
-    check_of, (Bound, Agents, Timed, Size, Figure, Reached, Description)
-)
+# Of benchmark/roofline.py, agents.py, settings.py, scaling.py and tricks.py, of the literature's figures, and
+# of a sweep.json.
+check_roofline, check_agents, check_setting = check_of(Bound), check_of(Agents), check_of(Timed)
+check_scaling, check_figure = check_of(Size), check_of(Figure)
+check_literature, check_description = check_of(Reached), check_of(Description)
 
 
 def read(path: Path, check: Callable[[object], None] = check_run, growing: bool = False) -> list[dict]:
-    """All lines of a file of results, or of what else `check` checks; of a growing file without one that is being written.
+    """All lines of a file that `check` checks; of a growing file without one that is being written.
 
     Raises ResultsError where a line is not what it should be.
     """
@@ -357,7 +368,7 @@ def read(path: Path, check: Callable[[object], None] = check_run, growing: bool 
 
 
 def recover(path: Path, check: Callable[[object], None] = check_run) -> list[dict]:
-    """All lines of a file that may not exist, and whose last line may be the remains of a write: that one is left out.
+    """All lines of a file that may not exist, without a last one that is the remains of a write.
 
     Raises ResultsError where another line is not what it should be, or the last is one of another format.
     """
@@ -378,7 +389,7 @@ def recover(path: Path, check: Callable[[object], None] = check_run) -> list[dic
 
 
 def replace(path: Path, lines: list[dict], check: Callable[[object], None] = check_run) -> None:
-    """Write the file anew: the old one stays until the new one is whole. Raises ValueError where a line is not to be read."""
+    """Write the file anew, whole or not at all. Raises ValueError where a line is not to be read."""
     for line in lines:
         check(line)
     new = path.with_name(f"{path.name}.new")

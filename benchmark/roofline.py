@@ -1,11 +1,12 @@
-"""What the matrix products of a script would allow, were they all: a bound on its speed, and how far from it a run is.
+"""What the matrix products of a script would allow, were they all: a bound on its speed.
 
     ./run.sh python benchmark/roofline.py [--scripts NAME ...] [--output benchmark/results/roofline.jsonl]
 
-Counts the floating-point operations of products and convolutions in an agent step, with all that is learnt in one, by
-PyTorch's own counter, in the eager script at its default sizes; measures how many the machine's CPU does a second in large
-float32 products, on as many threads as the script has; and times a compiled run, once. Nothing else may run meanwhile.
---output names a file of results, whose lines of the same scripts are replaced.
+Counts the floating-point operations of products and convolutions in an agent step, with all that is learnt
+in one, by PyTorch's own counter, in the eager script at its default sizes; measures how many the machine's
+CPU does a second in large float32 products, on as many threads as the script has; and times a compiled run,
+once. Nothing else may run meanwhile. --output names a file of results, whose lines of the same scripts are
+replaced.
 """
 
 import os
@@ -54,16 +55,14 @@ def arguments(script: str, steps: int) -> list[str]:
 def operations(script: str, steps: int) -> int:
     """The floating-point operations of products and convolutions in a whole run of the eager script."""
     path = str(LEANRL / f"{script}.py")
-    # The counter does not see NumPy.
-    in_pytorch = ["--act-device=device"] if script == "ppo_continuous_action" else []
     with FlopCounterMode(display=False) as counter:
-        with patch.object(sys, "argv", [path, *arguments(script, steps), *in_pytorch]), patch("signal.signal"):
+        with patch.object(sys, "argv", [path, *arguments(script, steps)]), patch("signal.signal"):
             runpy.run_path(path, run_name="__main__")
     return counter.get_total_flops()
 
 
 def gflops(threads: int) -> float:
-    """How many billion operations the CPU does a second on so many threads: the best of ten products of 2048 x 2048."""
+    """Billions of operations a second of the CPU on so many threads, in the best of ten large products."""
     torch.set_num_threads(threads)
     a, b = torch.randn(2, 2048, 2048)
     seconds = []
@@ -80,12 +79,23 @@ def measure(script: str, threads: int) -> dict:
     with redirect_stdout(None):
         counted = [operations(script, steps) for steps in (short, long)]
     threads = 1 if script in ("ppo_continuous_action", "dqn") else threads  # as they set themselves
-    command = [sys.executable, str(LEANRL / f"{script}_torchcompile.py"), "--compile", *arguments(script, timed)]
+    command = [
+        sys.executable,
+        str(LEANRL / f"{script}_torchcompile.py"),
+        "--compile",
+        *arguments(script, timed),
+    ]
     with Path("stdout.txt").open("wb") as stdout:
         subprocess.run(command, stdout=stdout, check=True)
     summary = summary_of(Path("stdout.txt"))
     megaflops = (counted[1] - counted[0]) / (long - short) / 1e6
-    line = {"format": results.FORMAT, "status": "ok", "script": script, "torch_threads": threads, "sps": summary["sps"]}
+    line = {
+        "format": results.FORMAT,
+        "status": "ok",
+        "script": script,
+        "torch_threads": threads,
+        "sps": summary["sps"],
+    }
     return line | {
         "mflop_per_step": megaflops,
         "gflops": gflops(threads),
@@ -103,7 +113,9 @@ def main() -> None:
     print(roofline_table(lines))
     if args.output:
         every = {line["script"]: line for line in [*known, *lines]}
-        results.replace(args.output, [every[script] for script in LENGTHS if script in every], results.check_roofline)
+        results.replace(
+            args.output, [every[script] for script in LENGTHS if script in every], results.check_roofline
+        )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""How the cost of a script grows with the number of environments, the size of a batch and the width of the networks.
+"""How the cost of a script grows with the number of environments, the batch and the width of networks.
 
-    ./run.sh python benchmark/scaling.py [--scripts NAME ...] [--axes AXIS ...] [--peers PYTHON] [--output FILE]
+    ./run.sh python benchmark/scaling.py [--scripts NAME ...] [--axes AXIS ...] [--peers PYTHON]
+        [--output FILE]
 
-Times each twin with --compile along one axis at a time, one run a point, and, where there is an interpreter with
-requirements/peers.txt, SBX beside it. An agent step has as many gradient steps as by default, but for PPO's batches, where a
-rollout is learnt from as often. Nothing else may run meanwhile; it takes forty minutes on two cores. A width other than the
-script's is that of a copy of it, changed in the section "Networks" (of Atari the layer behind the convolutions, of DQN the
-first). FILE gets a line a point, and started again at the same commit, on the same machine, times those that it lacks.
-docs/benchmark.md shows benchmark/results/scaling.jsonl.
+Times each twin with --compile along one axis at a time, one run a point, and, where there is an interpreter
+with requirements/peers.txt, SBX beside it. An agent step has as many gradient steps as by default, but for
+PPO's batches, where a rollout is learnt from as often. Nothing else may run meanwhile; it takes forty minutes
+on two cores. A width other than the script's is that of a copy of it, changed in the section "Networks" (of
+Atari the layer behind the convolutions, of DQN the first). FILE gets a line a point, and started again at the
+same commit, on the same machine, times those that it lacks. docs/benchmark.md shows
+benchmark/results/scaling.jsonl.
 
 Exit status: 0 all points are timed, 1 some runs failed, 2 a bad argument.
 """
@@ -39,7 +41,8 @@ DEFAULTS = {
     "dqn": {"num_envs": 1, "batch_size": 128, "width": 120},
 }
 STARTS = 512  # agent steps of SAC, TD3 and DQN before they learn: whole steps of any number of environments
-# Agent steps that are timed, some seconds; of PPO at least two rollouts. DQN explores by the share of them that is over.
+# Agent steps that are timed, some seconds; of PPO at least two rollouts. DQN explores by the share of them
+# that is over.
 LONG = {"ppo_continuous_action": 50_000, "ppo_atari_envpool": 4_000, "dqn": 20_480}
 
 
@@ -70,7 +73,7 @@ class Measurement:
 
     @property
     def num_steps(self) -> int:
-        """Of PPO, the steps of a rollout in each environment: as many in all as by default, at least 128, and one batch."""
+        """Of PPO, the steps of a rollout in each environment: in all as many as by default, or a batch."""
         envs, batch = self.sizes["num_envs"], self.sizes["batch_size"]
         return max(128, batch // envs, (1024 if "atari" in self.script else 2048) // envs)
 
@@ -81,9 +84,17 @@ class Measurement:
         if not self.script.startswith("ppo"):
             cost = max(1, batch / 256) * max(1, width / 256) ** 1.5
             steps = STARTS + LONG.get(self.script, max(128, int(1536 / cost)))
-            return {"num-envs": envs, "batch-size": batch, "learning-starts": STARTS, "total-timesteps": steps}
+            return {
+                "num-envs": envs,
+                "batch-size": batch,
+                "learning-starts": STARTS,
+                "total-timesteps": steps,
+            }
         rollout = envs * self.num_steps
-        steps = {"num-steps": self.num_steps, "total-timesteps": max(2, LONG[self.script] // rollout) * rollout}
+        steps = {
+            "num-steps": self.num_steps,
+            "total-timesteps": max(2, LONG[self.script] // rollout) * rollout,
+        }
         return {"num-envs": envs, "num-minibatches": rollout // batch, **steps}
 
     @property
@@ -117,7 +128,7 @@ class Measurement:
 def widened(script: str, width: int) -> str:
     """The text of a twin whose networks have another width."""
     text = (LEANRL / f"{script}_torchcompile.py").read_text()
-    [networks] = re.findall(r"^# ---- Networks .*?^# ---- Algorithm", text, re.DOTALL | re.MULTILINE)
+    [networks] = re.findall(r"^# ---- Networks .*?^if __name__", text, re.DOTALL | re.MULTILINE)
     return text.replace(networks, re.sub(rf"\b{DEFAULTS[script]['width']}\b", str(width), networks))
 
 
@@ -177,7 +188,9 @@ def main() -> int:
                 continue
         by_command[key] = line | {"axis": point.axis, "value": point.value}
         timed[name_of(by_command[key])] = by_command[key]
-        print(f"{point.script} {point.mode} {point.axis} {point.value}: {line['sps']:.0f} steps/s", flush=True)
+        print(
+            f"{point.script} {point.mode} {point.axis} {point.value}: {line['sps']:.0f} steps/s", flush=True
+        )
         if args.output:
             others = [old for old in lines if name_of(old) not in timed]
             results.replace(args.output, sorted([*others, *timed.values()], key=place), results.check_scaling)

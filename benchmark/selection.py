@@ -51,7 +51,9 @@ class Task:
 
 TASKS = {
     "sac_continuous_action": Task(3000, 6000, 1_000_000, 1_000_000, MUJOCO, (1, 2, 3), learning_starts=5_000),
-    "td3_continuous_action": Task(3000, 6000, 1_000_000, 1_000_000, MUJOCO, (1, 2, 3), learning_starts=25_000),
+    "td3_continuous_action": Task(
+        3000, 6000, 1_000_000, 1_000_000, MUJOCO, (1, 2, 3), learning_starts=25_000
+    ),
     "ppo_continuous_action": Task(
         quick=20 * 2048,
         speed=30 * 2048,
@@ -111,12 +113,12 @@ PROFILES = {
 @dataclass
 class Args:
     profile: str = "quick"
-    """quick, speed, full or learning: how many steps, and the defaults of modes, seeds, environments and time limit"""
+    """quick, speed, full or learning: steps, and the defaults of modes, seeds, environments and time limit"""
     scripts: tuple[str, ...] = tuple(TASKS)
     """eager scripts; the other modes run their siblings"""
     modes: tuple[str, ...] | None = None
-    """eager, twin (no flag), compile, cudagraphs, both; of several agents in a process seeds (compile) and seeds_both; with
-    --peers also sb3 and sbx"""
+    """eager, twin (no flag), compile, cudagraphs, both; of several agents in a process seeds (compile) and
+    seeds_both; with --peers also sb3 and sbx"""
     seeds: tuple[int, ...] | None = None
     """seeds, each a round of all that is compared"""
     env_ids: tuple[str, ...] | None = None
@@ -128,13 +130,14 @@ class Args:
     total_timesteps: int | None = None
     """agent steps of a run, each script's own number by default"""
     checkpoint_every: int | None = None
-    """agent steps between two checkpoints, from which a run that was stopped goes on; full and learning: 50000"""
+    """agent steps between two checkpoints, from which a run goes on; in full and learning 50000"""
     peers: Path | None = None
     """the interpreter of an environment with requirements/peers.txt (./run.sh peers gives it)"""
     folder: Path | None = None
     """the sweep's folder, by default sweeps/<profile>-<commit>"""
     workers: int | None = None
-    """runs at a time, each with its share of the cores and a GPU; 1, in the profile learning one a GPU or, without, a core"""
+    """runs at a time, each with its share of the cores and a GPU; 1, in the profile learning one a GPU or,
+    without, a core"""
     runs_per_gpu: int = 1
     """so many runs at a time on each of these GPUs: small networks leave one idle"""
     time_limit: float | None = None
@@ -181,17 +184,35 @@ class Run:
         values |= {} if self.checkpoint_every is None else {"checkpoint-every": self.checkpoint_every}
         options = [f"--{name}={value}" for name, value in values.items()]
         if self.mode in PEERS:
-            return (str(peers.absolute()), str(ROOT / "benchmark" / "peers.py"), self.mode, self.algorithm, *options)
+            return (
+                str(peers.absolute()),
+                str(ROOT / "benchmark" / "peers.py"),
+                self.mode,
+                self.algorithm,
+                *options,
+            )
         _, flags = MODES[self.mode]
         return (sys.executable, str(script_of(self.algorithm, self.mode)), *flags, *options)
 
 
 def check_args(args: Args) -> None:
     """Refuse argument values that cannot work."""
-    for name, known in (("profile", PROFILES), ("scripts", TASKS), ("modes", MODES), ("cluster", ("local", "slurm"))):
+    for name, known in (
+        ("profile", PROFILES),
+        ("scripts", TASKS),
+        ("modes", MODES),
+        ("cluster", ("local", "slurm")),
+    ):
         given = getattr(args, name) or ()
         check_names(name, (given,) if isinstance(given, str) else given, known)
-    least = {"workers": 1, "runs_per_gpu": 1, "total_timesteps": 1, "time_limit": 0.01, "gpus_per_job": 0, "cores_per_job": 1}
+    least = {
+        "workers": 1,
+        "runs_per_gpu": 1,
+        "total_timesteps": 1,
+        "time_limit": 0.01,
+        "gpus_per_job": 0,
+        "cores_per_job": 1,
+    }
     for name, low in (least | {"checkpoint_every": 1}).items():
         value = getattr(args, name)
         if value is not None and not (low <= value < float("inf")):
@@ -204,7 +225,7 @@ def check_args(args: Args) -> None:
 
 
 def visible_gpus(args: Args) -> list[str]:
-    """The GPUs that runs may use, as CUDA_VISIBLE_DEVICES names them; on a cluster Slurm names those of a job."""
+    """The GPUs that runs may use, as CUDA_VISIBLE_DEVICES names them; Slurm names those of a job."""
     if args.cluster == "slurm":
         return list(map(str, range(args.gpus_per_job)))
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order in which NVML numbers them
@@ -220,7 +241,9 @@ def runnable(mode: str, args: Args, gpus: list[str]) -> bool:
     reason = None
     if mode in CUDA_MODES and not gpus:
         reason = (
-            "needs CUDA: --gpus-per-job asks for GPUs" if args.cluster == "slurm" else "needs CUDA, and there is no device"
+            "needs CUDA: --gpus-per-job asks for GPUs"
+            if args.cluster == "slurm"
+            else "needs CUDA, and there is no device"
         )
     elif mode in ("compile", "seeds") and not gpus and args.cluster == "local":
         compilers = (os.environ.get("CXX") or "g++", "clang++")
@@ -231,20 +254,26 @@ def runnable(mode: str, args: Args, gpus: list[str]) -> bool:
 
 
 def fits(mode: str, script: str) -> bool:
-    """Whether there is something to run for a mode of a script; of the modes of several agents tells where there is not."""
+    """Whether there is something to run for a mode of a script; of many agents tells where there is not."""
     if mode in PEERS:
         return mode in TASKS[script].peers
     exists = mode not in SEEDS or script_of(script, mode).exists()
     if not exists:
-        print(f"skipped: {mode} needs leanrl/{script_of(script, mode).name}, which there is not", file=sys.stderr)
+        print(
+            f"skipped: {mode} needs leanrl/{script_of(script, mode).name}, which there is not",
+            file=sys.stderr,
+        )
     return exists
 
 
 def select(args: Args, gpus: list[str]) -> list[Run]:
-    """The runs asked for, in the order in which they are to start: all that is compared with one seed, then with the next."""
+    """The runs asked for, in the order of their start: all that is compared, seed after seed."""
     profile, learning = PROFILES[args.profile], args.profile == "learning"
     default = profile.modes or (("both",) if gpus else ("compile",))
-    modes = (*(default if args.modes is None else args.modes), *(PEERS if args.peers and args.modes is None else ()))
+    modes = (
+        *(default if args.modes is None else args.modes),
+        *(PEERS if args.peers and args.modes is None else ()),
+    )
     modes = [mode for mode in modes if runnable(mode, args, gpus)]
     rounds: dict[int, list[Run]] = {}
     for script in args.scripts:
@@ -261,9 +290,15 @@ def select(args: Args, gpus: list[str]) -> list[Run]:
         for seed in seeds:
             for env_id in env_ids:
                 for mode in fit:
-                    every = None if mode in (*PEERS, *SEEDS) else args.checkpoint_every or profile.checkpoint_every
-                    rounds.setdefault(seed, []).append(Run(script, mode, env_id, seed, steps, learning_starts, every))
+                    every = (
+                        None
+                        if mode in (*PEERS, *SEEDS)
+                        else args.checkpoint_every or profile.checkpoint_every
+                    )
+                    rounds.setdefault(seed, []).append(
+                        Run(script, mode, env_id, seed, steps, learning_starts, every)
+                    )
     runs = [run for seed in rounds.values() for run in seed]
     if not runs:
-        refuse("nothing is selected: --scripts, --modes, --seeds and environments leave no run that this machine can do")
+        refuse("nothing is selected: --scripts, --modes, --seeds and environments leave nothing to run here")
     return list(dict.fromkeys(runs))

@@ -1,12 +1,13 @@
-"""What settings around the twins are worth: guards, calls of kernels, start-up, threads, precision, MKL's choice of code.
+"""What settings around the twins are worth: guards, start-up, threads, precision, MKL's choice of code.
 
     ./run.sh python benchmark/settings.py [--scripts NAME ...] [--settings NAME ...] [--output FILE]
 
-Compiles each twin under each setting in a process of its own, in a copy where the setting changes its text, on the CPU: with
-an empty cache, unless another setting has the same code, and then with a full one. Then all take turns at gradient steps (of
-SAC and TD3 with and without the actor), first alone on the machine and then beside one process that is always busy: a figure
-is the median of 15 rounds. Nothing else may run meanwhile; it takes five minutes a script. FILE gets a line for each, in place
-of those that it has of the same scripts. docs/log.md shows benchmark/results/settings.jsonl.
+Compiles each twin under each setting in a process of its own, in a copy where the setting changes its text,
+on the CPU: with an empty cache, unless another setting has the same code, and then with a full one. Then all
+take turns at gradient steps (of SAC and TD3 with and without the actor), first alone on the machine and then
+beside one process that is always busy: a figure is the median of 15 rounds. Nothing else may run meanwhile;
+it takes five minutes a script. FILE gets a line for each, in place of those that it has of the same scripts.
+docs/log.md shows benchmark/results/settings.jsonl.
 
 Exit status: 0 done, 2 a bad argument; a setting with which a script fails is told and left out.
 """
@@ -40,7 +41,7 @@ SCRIPTS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What is done to a twin: code that runs before it, its text, code that runs after warm-up, environment, arguments."""
+    """What is done to a twin: code before it, its text, code after its run, environment, arguments."""
 
     before: str = ""
     replace: tuple[str, str] | None = None
@@ -60,13 +61,14 @@ SETTINGS = {
     "vec_isa_ok off": Setting(replace=("vec_isa_ok = True", "vec_isa_ok = None")),
     "one graph a gradient step": Setting(
         replace=(
-            "act, update_critic, update_actor = (torch.compile(f, fullgraph=True) "
-            "for f in (act, update_critic, update_actor))",
-            "act, update = (torch.compile(f, fullgraph=True) for f in (act, update))",
+            "functions = (act, update_critic, update_actor)\n        act, update_critic, update_actor =",
+            "functions = (act, update)\n        act, update =",
         )
     ),
     "install_free_tensors": Setting(before="torch._dynamo.config.install_free_tensors = True"),
-    "use_recursive_dict_tags_for_guards": Setting(before="torch._dynamo.config.use_recursive_dict_tags_for_guards = True"),
+    "use_recursive_dict_tags_for_guards": Setting(
+        before="torch._dynamo.config.use_recursive_dict_tags_for_guards = True"
+    ),
     "no guards on modules": Setting(
         replace=compiled_with("{'guard_filter_fn': torch.compiler.skip_guard_on_all_nn_modules_unsafe}")
     ),
@@ -78,10 +80,11 @@ SETTINGS = {
     "GOMP_SPINCOUNT=1000": Setting(env={"GOMP_SPINCOUNT": "1000"}),
     "GOMP_SPINCOUNT=10000": Setting(env={"GOMP_SPINCOUNT": "10000"}),
     "GOMP_SPINCOUNT=100000": Setting(env={"GOMP_SPINCOUNT": "100000"}),
-    "freed memory is kept": Setting(env={"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}),  # glibc's malloc
+    # By glibc's malloc.
+    "freed memory is kept": Setting(env={"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}),
     "OMP_NUM_THREADS=1": Setting(env={"OMP_NUM_THREADS": "1"}),
 }
-# What a process does: runs the twin, and for each line that it reads so many gradient steps, whose seconds it prints.
+# A process runs the twin, and for each line that it reads so many gradient steps, whose seconds it prints.
 CHILD = """
 import runpy, sys, time
 
@@ -91,8 +94,11 @@ import torch
 script = runpy.run_path(sys.argv[0], run_name="__main__")
 {after}
 update, steps = script["update"], {steps}
-kinds = {{"sac": [(True, True), (False, True)], "td3": [(True,), (False,)], "dqn": [(False,)]}}.get({script!r}[:3])
-kinds = kinds or [(torch.arange(script["minibatch_size"], device=script["device"]),)]
+kinds = {{"sac": [(True, True), (False, True)], "td3": [(True,), (False,)], "dqn": [(False,)]}}
+if {script!r}[:3] in kinds:
+    kinds = kinds[{script!r}[:3]]
+else:
+    kinds = [(torch.arange(script["batch_size"] // script["args"].num_minibatches),)]
 
 
 def seconds():
@@ -183,8 +189,13 @@ def measure(script: str, names: list[str]) -> list[dict]:
                 print(f"{script}, {setting}: fails\n{error}", file=sys.stderr)
                 continue
             startup = {"cold_seconds": cold_seconds, "warm_seconds": twins[setting].startup_seconds}
-            print(f"{script}, {setting}: starts up in {cold_seconds} and {twins[setting].startup_seconds} s", flush=True)
-            lines.append({"format": results.FORMAT, "status": "ok", "script": script, "setting": setting, **startup})
+            print(
+                f"{script}, {setting}: starts up in {cold_seconds} and {twins[setting].startup_seconds} s",
+                flush=True,
+            )
+            lines.append(
+                {"format": results.FORMAT, "status": "ok", "script": script, "setting": setting, **startup}
+            )
         for key in ("microseconds", "in_company"):
             rounds = {setting: [] for setting in twins}
             if key == "in_company":

@@ -2,14 +2,14 @@
 
     ./run.sh                                        the profile `quick`: every script, eager against compiled
     ./run.sh --profile speed                        all modes, three seeds
-    ./run.sh --profile learning --folder sweeps/learning      learning curves at the published protocol, on all cores
+    ./run.sh --profile learning --folder sweeps/learning      learning curves as published, on all cores
     ./run.sh --profile full --workers 4             every mode at that protocol, four runs at a time
     ./run.sh --profile full --cluster slurm --partition gpu --gpus-per-job 1 --cores-per-job 8
 
-A sweep is a folder. Started again it does what is missing and what failed; runs with checkpoints go on from their newest one.
-Each run is a process of its own, and those that are compared are interleaved: every script in every mode with the first seed,
-then all of it with the next. docs/benchmark.md says more. Exit status: 0 all runs are done, 1 some failed or were not
-started, 2 a bad argument, 130 after Ctrl+C.
+A sweep is a folder. Started again it does what is missing and what failed; runs with checkpoints go on from
+their newest one. Each run is a process of its own, and those that are compared are interleaved: every script
+in every mode with the first seed, then all of it with the next. docs/benchmark.md says more. Exit status: 0
+all runs are done, 1 some failed or were not started, 2 a bad argument, 130 after Ctrl+C.
 """
 
 import errno
@@ -45,7 +45,9 @@ class Sweep:
         profile = PROFILES[args.profile]
         self.runs, self.folder, self.peers = runs, folder, args.peers
         self.time_limit = 60 * (args.time_limit or profile.time_limit)
-        workers = args.workers or (most_workers(gpus) if profile.every_core and args.cluster == "local" else 1)
+        workers = args.workers or (
+            most_workers(gpus) if profile.every_core and args.cluster == "local" else 1
+        )
         self.place = (
             Slurm(args, workers, folder, self.time_limit)
             if args.cluster == "slurm"
@@ -65,7 +67,7 @@ class Sweep:
         self.done_before = self.done
 
     def take_up(self, run: Run) -> bool:
-        """Go on with the last attempt of an earlier sweep, if it has ended well or the cluster still has it."""
+        """Go on with the last attempt of an earlier sweep, if it ended well or the cluster still has it."""
         attempts = self.record.attempts(run)
         if not attempts:
             return False
@@ -81,7 +83,7 @@ class Sweep:
         return True
 
     def note_seconds(self, line: dict) -> None:
-        """Remember how long a run took, to foretell others; of one that was taken up only the last part is known."""
+        """Remember how long a run took, to foretell others; of one taken up only the last part is known."""
         if line.get("wall_seconds") and line.get("resumed") is None:
             self.seconds.setdefault((line["algorithm"], line["mode"]), []).append(line["wall_seconds"])
 
@@ -111,7 +113,9 @@ class Sweep:
         """The job that does a run, with a folder of its own."""
         cache = self.folder / "cache" / f"{run.algorithm}-{run.mode}-{run.env_id.replace('/', '_')}"
         resumable = run.checkpoint_every is not None
-        job = Job(self.record.new_attempt(run), run.command(self.peers), cache, self.time_limit, resumable=resumable)
+        job = Job(
+            self.record.new_attempt(run), run.command(self.peers), cache, self.time_limit, resumable=resumable
+        )
         return self.place.fit(job, place)
 
     def collect(self) -> None:
@@ -121,15 +125,27 @@ class Sweep:
             attempt.ended = (attempt.ended or time.monotonic()) if self.place.ended(attempt) else None
             outcome = read_outcome(attempt.folder)
             # What a node has written may take a minute to be seen here.
-            if not outcome and (attempt.ended is None or time.monotonic() < attempt.ended + self.place.patience):
+            if not outcome and (
+                attempt.ended is None or time.monotonic() < attempt.ended + self.place.patience
+            ):
                 continue
             del self.running[run]
-            outcome = outcome or read_outcome(attempt.folder) or {"status": "failed", "reason": "the process that ran it died"}
-            outcome = {"log": submitit_log(attempt.job)} | outcome if outcome["status"] == "failed" else outcome
+            outcome = (
+                outcome
+                or read_outcome(attempt.folder)
+                or {"status": "failed", "reason": "the process that ran it died"}
+            )
+            outcome = (
+                {"log": submitit_log(attempt.job)} | outcome if outcome["status"] == "failed" else outcome
+            )
             if outcome["status"] == "failed" and shutil.disk_usage(self.folder).free < LEAST_FREE:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             # Status 2 is a bad argument, which would be no better the second time.
-            if outcome["status"] == "failed" and self.attempts[run] < ATTEMPTS and outcome["reason"] != "exit status 2":
+            if (
+                outcome["status"] == "failed"
+                and self.attempts[run] < ATTEMPTS
+                and outcome["reason"] != "exit status 2"
+            ):
                 say(f"once more: {run.name}: {outcome['reason']}")
                 self.queue.appendleft(run)
             else:
@@ -159,7 +175,7 @@ class Sweep:
             self.place.look()
 
     def seconds_left(self) -> float | None:
-        """An estimate from runs of the same script and mode, or of all runs; None before the first has ended."""
+        """An estimate from runs of the same script and mode, or all runs; None before the first has ended."""
         if not self.seconds:
             return None
         other = statistics.mean(statistics.mean(values) for values in self.seconds.values())
@@ -169,7 +185,9 @@ class Sweep:
 
         now = time.monotonic()
         going = [max(0.0, estimate(run) - (now - attempt.start)) for run, attempt in self.running.items()]
-        return (sum(map(estimate, self.queue)) + sum(going)) / max(1, min(self.place.workers, len(self.queue) + len(going)))
+        return (sum(map(estimate, self.queue)) + sum(going)) / max(
+            1, min(self.place.workers, len(self.queue) + len(going))
+        )
 
     def describe_running(self) -> str:
         """The runs that are going on, with how far they are, and what Slurm says of those that wait."""
@@ -181,13 +199,15 @@ class Sweep:
                 continue
             log = attempt.folder / "log.txt"
             percent = re.findall(r"(\d+)%\|", tail(log, 400)) if log.exists() else []
-            names.append(f"{run.algorithm} {run.mode} seed {run.seed}{f' {percent[-1]} %' if percent else ''}")
+            names.append(
+                f"{run.algorithm} {run.mode} seed {run.seed}{f' {percent[-1]} %' if percent else ''}"
+            )
         more = [f"{len(names) - 4} more"] if len(names) > 4 else []
         pending = [f"{len(waiting)} pending ({', '.join(sorted(set(waiting)))})"] if waiting else []
         return ", ".join(names[:4] + more + pending)
 
     def show(self) -> None:
-        """The line of progress: rewritten in place on a terminal, elsewhere a new one whenever a run starts or ends."""
+        """The line of progress: rewritten in place on a terminal, elsewhere a new one a change."""
         states = tuple(sorted({self.place.state(attempt) for attempt in self.running.values()}))
         key = (self.done, self.failed, tuple(self.running), states)
         if not sys.stderr.isatty() and key == self.shown:
@@ -227,7 +247,11 @@ def work(args: Args, runs: list[Run], folder: Path, gpus: list[str]) -> int:
         status, message = 2, f"sweep.py: error: Slurm refused the runs: {' '.join(str(error).split())[-300:]}"
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        status, message = (1, f"no space is left in {folder}") if full else (2, f"sweep.py: error: --folder {folder}: {error}")
+        status, message = (
+            (1, f"no space is left in {folder}")
+            if full
+            else (2, f"sweep.py: error: --folder {folder}: {error}")
+        )
     if sweep:
         sweep.stop()
     done = sweep.done if sweep else 0

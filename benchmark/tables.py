@@ -31,7 +31,7 @@ def by(lines: list[dict], *keys: str) -> dict[tuple, list[dict]]:
 
 
 def timed(lines: list[dict]) -> list[dict]:
-    """The lines of runs that have a speed of their own: not of those that were taken up, which is that of their last part."""
+    """The lines of runs with a speed of their own: one that was taken up has that of its last part."""
     return [line for line in lines if line.get("sps") and line.get("resumed") is None]
 
 
@@ -53,11 +53,13 @@ def spread(values: list[float]) -> str:
 
 
 def ratio(runs: list[dict], base: list[dict]) -> str:
-    """The ratio of two medians of steps/s and, of several seeds, the range of the ratios of runs with the same seed."""
+    """The ratio of two medians of steps/s and, of several seeds, its range over runs with the same seed."""
     speed = {line["seed"]: line["sps"] for line in base if "seed" in line}
     each = [line["sps"] / speed[line["seed"]] for line in runs if line.get("seed") in speed]
     whole = statistics.median(line["sps"] for line in runs) / statistics.median(line["sps"] for line in base)
-    return f"{whole:.2f}" + (f" ({min(each):.2f}-{max(each):.2f})" if len(each) > 1 and runs is not base else "")
+    return f"{whole:.2f}" + (
+        f" ({min(each):.2f}-{max(each):.2f})" if len(each) > 1 and runs is not base else ""
+    )
 
 
 def median_of(lines: list[dict], key: str) -> str:
@@ -67,8 +69,8 @@ def median_of(lines: list[dict], key: str) -> str:
 
 
 def agents(line: dict) -> int:
-    """How many agents a run has trained."""
-    return len(line["seeds"]) if "seeds" in line else 1
+    """How many agents a run has trained to its end: not those that were lost, whose steps do not count."""
+    return len(line["seeds"]) - len(line.get("lost_seeds", {})) if "seeds" in line else 1
 
 
 def name_of(mode: str, runs: list[dict]) -> str:
@@ -84,11 +86,15 @@ def of_agents(runs: list[dict], key: str) -> list[float]:
 
 def busy_per_million(line: dict) -> float:
     """The seconds that the GPU is busy in a million agent steps of a run that learn, over all its agents."""
-    return line["gpu_busy_seconds"] / ((line["total_timesteps"] - line.get("learning_starts", 0)) * agents(line)) * 1e6
+    return (
+        line["gpu_busy_seconds"]
+        / ((line["total_timesteps"] - line.get("learning_starts", 0)) * agents(line))
+        * 1e6
+    )
 
 
 def machine_of(line: dict) -> tuple:
-    """What tells machines apart, and on one of them runs that had fewer threads or shared a GPU from those that did not."""
+    """What tells machines apart, and on one of them runs with fewer threads or a shared GPU from others."""
     hardware = (line["hardware"].get(key) for key in ("cpu", "cores", "mkl", "gpu"))
     return (*hardware, line.get("threads"), line.get("runs_per_gpu", 1))
 
@@ -103,7 +109,7 @@ def machines(lines: list[dict]) -> list[list[dict]]:
 
 
 def processor(line: dict) -> str:
-    """The processor of a run, its cores, what MKL was told to take it for, and the threads that it was told to take."""
+    """The processor of a run, its cores, what MKL was told to take it for, and the threads it was to take."""
     cpu, cores, mkl, _, threads, _ = machine_of(line)
     told = [*([f"MKL {mkl}"] if mkl else []), *([f"OMP_NUM_THREADS={threads}"] if threads else [])]
     return ", ".join([cpu, f"{cores} core{'s' if cores > 1 else ''}", *told])
@@ -127,7 +133,7 @@ def packages_and_commits(lines: list[dict]) -> str:
 
 
 def commits(lines: list[dict]) -> str:
-    """The commits that lines were made at, as a line below a table ends with them; nothing where no line has one."""
+    """The commits that lines were made at, as the line below a table ends; nothing where no line has one."""
     known = {line["git_commit"] for line in lines if line.get("git_commit")}
     told = sorted(commit[:7] + commit[40:] for commit in known)
     unknown = [] if all(line.get("git_commit") for line in lines) else ["some not recorded"]
@@ -146,7 +152,7 @@ def by_machine(table: Callable[[list[dict]], str]) -> Callable[[list[dict]], str
 
 @by_machine
 def speed_table(lines: list[dict]) -> str:
-    """Agent steps per second of each algorithm and mode: median and range, ratios, start-up cold and warm, GPU seconds."""
+    """Agent steps per second of each algorithm and mode: median, range, ratios, start-up, GPU seconds."""
     lines = timed(lines)
     on_gpu = any(line.get("gpu_busy_seconds") for line in lines)
     groups = by(lines, "algorithm", "env_id", "steps")
@@ -163,7 +169,14 @@ def speed_table(lines: list[dict]) -> str:
             name = f"{algorithm}{f', {env_id}, {steps:,} steps' if several else ''}: {name_of(mode, runs)}"
             gpu = [f"{statistics.median(busy):.0f}" if busy else ""] if on_gpu else []
             rows.append([name, spread([line["sps"] for line in runs]), *ratios, *startup, *gpu])
-    header = ["", "steps/s, median (range)", "x eager (by seed)", "x SBX (by seed)", "start-up cold, s", "warm, s"]
+    header = [
+        "",
+        "steps/s, median (range)",
+        "x eager (by seed)",
+        "x SBX (by seed)",
+        "start-up cold, s",
+        "warm, s",
+    ]
     return markdown([*header, *(["GPU-busy s per 1M steps that learn"] if on_gpu else [])], rows)
 
 
@@ -185,7 +198,7 @@ def mean_return(runs: list[dict]) -> str:
 
 
 def curve_table(curves: list[dict]) -> str:
-    """Learning curves in ten rows: the mean return of the episodes that ended between one row's step and the one before.
+    """Learning curves in ten rows: the mean return of the episodes that ended since the row before.
 
     Where there is more than one, columns are named by the last part of their job.
     """
@@ -210,13 +223,17 @@ def tricks_table(lines: list[dict]) -> str:
 
 
 def cuda_code_table(lines: list[dict]) -> str:
-    """Triton launches of each graph by version of torch, and what else was counted with the newest of these."""
-    made_with = by(sorted(lines, key=lambda line: [int(part) for part in line["torch"].split(".")]), "torch", "triton")
+    """Triton launches of each graph by version of torch, and what else was counted with the newest."""
+    made_with = by(
+        sorted(lines, key=lambda line: [int(part) for part in line["torch"].split(".")]), "torch", "triton"
+    )
     versions = list(dict.fromkeys(torch for torch, _ in made_with))
     rows = []
     for (script, env_id, graph), group in by(lines, "script", "env_id", "graph").items():
         of = {line["torch"]: line for line in group}
-        launches = [str(of[version].get("triton_launches", "fails")) if version in of else "" for version in versions]
+        launches = [
+            str(of[version].get("triton_launches", "fails")) if version in of else "" for version in versions
+        ]
         newest = of.get(versions[-1], {"generated": False})
         counted = ["", "", ""]
         if newest["generated"]:
@@ -225,7 +242,9 @@ def cuda_code_table(lines: list[dict]) -> str:
         rows.append([f"{script}, {env_id}: {graph}", *launches, *counted])
     counted = ["other calls", "kernels that compile for sm_90", "that spill registers"]
     header = ["", *(f"Triton launches, torch {version}" for version in versions), *counted]
-    errors = {f"torch {line['torch']} fails: `{line['error']}`": None for line in lines if not line["generated"]}
+    errors = {
+        f"torch {line['torch']} fails: `{line['error']}`": None for line in lines if not line["generated"]
+    }
     below = ", ".join(f"torch {torch} with Triton {triton}" for torch, triton in made_with)
     return "\n\n".join([markdown(header, rows), *errors, below + commits(lines)])
 
@@ -236,39 +255,61 @@ def roofline_table(lines: list[dict]) -> str:
     rows = []
     for line in lines:
         bound = line["gflops"] * 1000 / line["mflop_per_step"]
-        figures = [f"{line['mflop_per_step']:.1f}", str(line["torch_threads"]), f"{line['gflops']:.0f}", f"{bound:.0f}"]
+        figures = [
+            f"{line['mflop_per_step']:.1f}",
+            str(line["torch_threads"]),
+            f"{line['gflops']:.0f}",
+            f"{bound:.0f}",
+        ]
         rows.append([line["script"], *figures, f"{line['sps']:.0f}", f"{line['sps'] / bound:.0%}"])
-    header = ["", "MFLOP a step", "threads", "GFLOP/s", "the products alone, steps/s", "compiled, steps/s", "share"]
+    header = [
+        "",
+        "MFLOP a step",
+        "threads",
+        "GFLOP/s",
+        "the products alone, steps/s",
+        "compiled, steps/s",
+        "share",
+    ]
     return markdown(header, rows)
 
 
 @by_machine
 def agents_table(lines: list[dict]) -> str:
-    """Steps/s over all agents in one process, with the environments in processes of their own, and in a process an agent.
+    """Steps/s over all agents in one process, with environments in processes, and in a process an agent.
 
     Of memory the least of several runs: the first of them compiles.
     """
     rows = []
     for (script, agents), group in by(lines, "script", "agents").items():
         modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
-        speeds = [spread([line["sps"] for line in modes[mode]]) if mode in modes else "" for mode in AGENT_MODES]
-        memory = [f"{min(line['memory_mb'] for line in modes[mode]):.0f}" if mode in modes else "" for mode in AGENT_MODES]
+        speeds = [
+            spread([line["sps"] for line in modes[mode]]) if mode in modes else "" for mode in AGENT_MODES
+        ]
+        memory = [
+            f"{min(line['memory_mb'] for line in modes[mode]):.0f}" if mode in modes else ""
+            for mode in AGENT_MODES
+        ]
         beside = ratio(modes["seeds"], modes["processes"]) if modes.keys() >= {"seeds", "processes"} else ""
         rows.append([f"{script}, {agents}", *speeds, beside, *memory])
     names = AGENT_MODES.values()
-    return markdown(["", *(f"{name}, steps/s" for name in names), "x processes", *(f"{name}, MB" for name in names)], rows)
+    return markdown(
+        ["", *(f"{name}, steps/s" for name in names), "x processes", *(f"{name}, MB" for name in names)], rows
+    )
 
 
 @by_machine
 def settings_table(lines: list[dict]) -> str:
-    """A gradient step under each setting, alone and beside a busy process, with its ratio to none, and start-up."""
+    """A gradient step under each setting, alone and beside a busy process, its ratio, and start-up."""
     rows = []
     for (script,), group in by(lines, "script").items():
         for line in group:
             steps = [f"{line[key]:.0f}" for key in ("microseconds", "in_company")]
             ratios = [f"{line[key] / group[0][key]:.2f}" for key in ("microseconds", "in_company")]
             figures = [figure for pair in zip(steps, ratios, strict=True) for figure in pair]
-            startup = ["" if line[key] is None else f"{line[key]:.1f}" for key in ("cold_seconds", "warm_seconds")]
+            startup = [
+                "" if line[key] is None else f"{line[key]:.1f}" for key in ("cold_seconds", "warm_seconds")
+            ]
             rows.append([f"{script}: {line['setting']}", *figures, *startup])
     header = ["", "us a gradient step", "x first", "in company, us", "x first", "start-up cold, s", "warm, s"]
     return markdown(header, rows)
@@ -280,7 +321,7 @@ UNITS = {"num_envs": "agent step", "batch_size": "row of a batch", "width": "gra
 
 
 def unit_cost(line: dict) -> float:
-    """Microseconds of a run for each agent step, row of a batch in a gradient step, or gradient step, as its axis asks."""
+    """Microseconds of an agent step, row of a batch learnt from, or gradient step, as the axis asks."""
     if line["axis"] == "num_envs":
         return 1e6 / line["sps"]
     return 1e6 / line["updates_per_second"] / (line["value"] if line["axis"] == "batch_size" else 1)
@@ -289,8 +330,9 @@ def unit_cost(line: dict) -> float:
 def binding(lines: list[dict]) -> dict | None:
     """Of the lines along one axis, in order, the first from which on another resource binds, if there is one.
 
-    Of environments and batches: from which on more of them save less than a quarter of what one costs. Of widths, whose
-    products grow with the square: at which a gradient step takes twice what it takes at the smallest.
+    Of environments and batches: from which on more of them save less than a quarter of what one costs. Of
+    widths, whose products grow with the square: at which a gradient step takes twice what it takes at the
+    smallest.
     """
     costs = [unit_cost(line) for line in lines]
     if lines[0]["axis"] == "width":
@@ -301,7 +343,7 @@ def binding(lines: list[dict]) -> dict | None:
 
 @by_machine
 def scaling_table(lines: list[dict]) -> str:
-    """Speed and memory of each script against its sizes, SBX beside it; bold from where another resource binds."""
+    """Speed and memory of each script by size, SBX beside it; bold from where another resource binds."""
     rows = []
     for (script, axis), group in by(lines, "script", "axis").items():
         ours = sorted((line for line in group if line["mode"] == "compile"), key=lambda line: line["value"])
@@ -310,7 +352,15 @@ def scaling_table(lines: list[dict]) -> str:
         for line in ours:
             other = theirs.get(line["value"])
             value = f"**{line['value']}**" if line is bound else str(line["value"])
-            figures = [f"{line['sps']:.0f}", f"{line['updates_per_second']:.1f}", f"{unit_cost(line):.0f} per {UNITS[axis]}"]
+            figures = [
+                f"{line['sps']:.0f}",
+                f"{line['updates_per_second']:.1f}",
+                f"{unit_cost(line):.0f} per {UNITS[axis]}",
+            ]
             beside = [f"{other['sps']:.0f}", f"{line['sps'] / other['sps']:.2f}"] if other else ["", ""]
-            rows.append([f"{script}, {AXES[axis]} {value}", *figures, f"{line['peak_memory_mb']:.0f}", *beside])
-    return markdown(["", "steps/s", "gradient steps/s", "microseconds", "memory, MB", "SBX, steps/s", "x SBX"], rows)
+            rows.append(
+                [f"{script}, {AXES[axis]} {value}", *figures, f"{line['peak_memory_mb']:.0f}", *beside]
+            )
+    return markdown(
+        ["", "steps/s", "gradient steps/s", "microseconds", "memory, MB", "SBX, steps/s", "x SBX"], rows
+    )

@@ -1,11 +1,11 @@
-"""Measure the habits of docs/tricks.md one by one: each against what it replaces, in microseconds or milliseconds.
+"""Measure what docs/tricks.md names one by one: each against what it replaces, in micro- or milliseconds.
 
     ./run.sh python benchmark/tricks.py [--output benchmark/results/tricks.jsonl]
 
-Uses the sizes of the scripts on their default tasks, on the CUDA device if there is one. SAC: 17 observations, 6 actions,
-batches of 256, two critics of 256 and 256 units. PPO: 2048 steps, or minibatches of 256 times four frames. The variants of a
-row are interleaved; a figure is the median of 15 rounds. Nothing else may run meanwhile. The file that --output names is
-written anew, one line a figure.
+Uses the sizes of the scripts on their default tasks, on the CUDA device if there is one. SAC: 17
+observations, 6 actions, batches of 256, two critics of 256 and 256 units. PPO: 2048 steps, or minibatches of
+256 times four frames. The variants of a row are interleaved; a figure is the median of 15 rounds. Nothing
+else may run meanwhile. The file that --output names is written anew, one line a figure.
 """
 
 import copy
@@ -78,8 +78,12 @@ class BatchedCritics(nn.Module):
         super().__init__()
         one, other = SingleCritic(), SingleCritic()
         pairs = list(zip(one.layers, other.layers, strict=True))
-        self.weights = nn.ParameterList(torch.stack([a.weight.detach().T, b.weight.detach().T]) for a, b in pairs)
-        self.biases = nn.ParameterList(torch.stack([a.bias.detach(), b.bias.detach()])[:, None] for a, b in pairs)
+        self.weights = nn.ParameterList(
+            torch.stack([a.weight.detach().T, b.weight.detach().T]) for a, b in pairs
+        )
+        self.biases = nn.ParameterList(
+            torch.stack([a.bias.detach(), b.bias.detach()])[:, None] for a, b in pairs
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.expand(2, -1, -1)
@@ -106,7 +110,9 @@ def critics() -> list[dict]:
     def one_by_one() -> None:
         torch.stack([critic(x) for critic in pair]).square().mean().backward()
 
-    rows = compare("two critics, forward and backward", 20, batched_layer=batched, vmap=vmapped, one_by_one=one_by_one)
+    rows = compare(
+        "two critics, forward and backward", 20, batched_layer=batched, vmap=vmapped, one_by_one=one_by_one
+    )
     compiled = {f"{call.__name__}_compiled": torch.compile(call) for call in (batched, vmapped, one_by_one)}
     return rows + compare("the same", 20, **compiled)
 
@@ -133,7 +139,11 @@ def sampling() -> list[dict]:
 
 def optimizers() -> list[dict]:
     variants = {}
-    for name, options in {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}.items():
+    for name, options in {
+        "fused": {"fused": True},
+        "foreach": {"foreach": True},
+        "loop": {"foreach": False},
+    }.items():
         critic = BatchedCritics()
         for parameter in critic.parameters():
             parameter.grad = torch.randn_like(parameter)
@@ -144,7 +154,14 @@ def optimizers() -> list[dict]:
 def gradients() -> list[dict]:
     obs = torch.randn(BATCH, OBS, device=DEVICE)
     critic = BatchedCritics()
-    layers = (nn.Linear(OBS, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, ACTIONS), nn.Tanh())
+    layers = (
+        nn.Linear(OBS, 256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Linear(256, ACTIONS),
+        nn.Tanh(),
+    )
     actor = nn.Sequential(*layers).to(DEVICE)
     actor_params = list(actor.parameters())
 
@@ -160,13 +177,21 @@ def gradients() -> list[dict]:
 
 
 def targets() -> list[dict]:
+    """The twins have one tensor a network."""
     one, other = ([p.detach() for p in BatchedCritics().parameters()] for _ in range(2))
+    flat_one, flat_other = (nn.utils.parameters_to_vector(tensors) for tensors in (one, other))
 
     def loop() -> None:
         for target, parameter in zip(one, other, strict=True):
-            target.copy_(0.005 * parameter + 0.995 * target)
+            target.lerp_(parameter, 0.005)
 
-    return compare("target networks", 100, foreach=lambda: torch._foreach_lerp_(one, other, 0.005), loop=loop)
+    return compare(
+        "target networks",
+        100,
+        one_tensor=lambda: flat_one.lerp_(flat_other, 0.005),
+        foreach=lambda: torch._foreach_lerp_(one, other, 0.005),
+        loop=loop,
+    )
 
 
 def denormals() -> list[dict]:
@@ -179,7 +204,9 @@ def denormals() -> list[dict]:
         optimizer.step()
         optimizer.state[weight]["exp_avg"].fill_(first_moment)
 
-        def step(optimizer: optim.Adam = optimizer, weight: Tensor = weight, first_moment: float = first_moment) -> None:
+        def step(
+            optimizer: optim.Adam = optimizer, weight: Tensor = weight, first_moment: float = first_moment
+        ) -> None:
             optimizer.state[weight]["exp_avg"].fill_(first_moment)
             optimizer.step()
 
@@ -204,33 +231,48 @@ def advantages() -> list[dict]:
             sums[step] = following = deltas[step] + discounts[step] * following
         return sums
 
-    return compare("advantages of 2048 steps", 2, doubling=doubling, doubling_compiled=torch.compile(doubling), loop=loop)
+    return compare(
+        "advantages of 2048 steps", 2, doubling=doubling, doubling_compiled=torch.compile(doubling), loop=loop
+    )
 
 
-def acting() -> list[dict]:
-    obs = torch.randn(1, OBS)
+def acting(num_envs: int) -> list[dict]:
+    obs = torch.randn(num_envs, OBS)
     actor = nn.Sequential(nn.Linear(OBS, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, ACTIONS))
-    w1, b1, w2, b2, w3, b3 = (parameter.detach().numpy() for parameter in actor.parameters())
+    layers = [[parameter.detach().numpy() for parameter in layer.parameters()] for layer in actor]
     host_obs, on_device = obs.numpy(), copy.deepcopy(actor).to(DEVICE)
 
     def in_numpy() -> np.ndarray:
-        return np.tanh(np.tanh(host_obs @ w1.T + b1) @ w2.T + b2) @ w3.T + b3
+        x = host_obs
+        for params in layers:
+            x = x @ params[0].T + params[1] if params else np.tanh(x)
+        return x
 
     def in_pytorch() -> np.ndarray:
         with torch.no_grad():
             return on_device(obs.to(DEVICE)).cpu().numpy()
 
     compiled = torch.compile(in_pytorch)
-    return compare("PPO's action for one environment", 200, in_numpy=in_numpy, in_pytorch=in_pytorch, compiled=compiled)
+    variants = {"in_numpy": in_numpy, "in_pytorch": in_pytorch, "compiled": compiled}
+    return compare(f"PPO's actions for {num_envs} environments", 200, **variants)
 
 
 def convolutions() -> list[dict]:
     frames = torch.randint(256, (BATCH, 84, 84, 4), dtype=torch.uint8, device=DEVICE)
     variants = {}
     for name in ("channels_last", "channels_first"):
-        layers = (nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU())
+        layers = (
+            nn.Conv2d(4, 32, 8, 4),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 4, 2),
+            nn.ReLU(),
+            nn.Conv2d(64, 64, 3),
+            nn.ReLU(),
+        )
         memory_format = torch.channels_last if name == "channels_last" else torch.contiguous_format
-        network = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 7 * 7, 512)).to(DEVICE, memory_format=memory_format)
+        network = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 7 * 7, 512)).to(
+            DEVICE, memory_format=memory_format
+        )
         x = frames.permute(0, 3, 1, 2).contiguous(memory_format=memory_format)
         variants[name] = lambda network=network, x=x: network(x / 255.0).square().mean().backward()
     return compare("a minibatch of frames, forward and backward", 2, **variants)
@@ -245,9 +287,13 @@ def habits() -> list[dict]:
     def moved() -> Tensor:
         return torch.randn(BATCH, ACTIONS).to(DEVICE)
 
-    rows = compare("train() and eval()", 200, neither=lambda: None, both=lambda: (critic.eval(), critic.train()))
+    rows = compare(
+        "train() and eval()", 200, neither=lambda: None, both=lambda: (critic.eval(), critic.train())
+    )
     rows += compare("args.gamma", 2000, read_once=lambda: gamma, read_each_time=lambda: args.gamma)
-    rows += compare("arithmetic", 200, out_of_place=lambda: x * 2 + 1, in_place=lambda: x.clone().mul_(2).add_(1))
+    rows += compare(
+        "arithmetic", 200, out_of_place=lambda: x * 2 + 1, in_place=lambda: x.clone().mul_(2).add_(1)
+    )
     born = {"on_the_device": lambda: torch.randn(BATCH, ACTIONS, device=DEVICE), "moved_there": moved}
     return rows + (compare("noise born", 200, **born) if DEVICE.type == "cuda" else [])
 
@@ -262,7 +308,9 @@ def main() -> None:
     args = tyro.cli(Args)
     lines_of_output(args.output, results.check_figure)
     off_policy = [*denormals(), *critics(), *sampling(), *optimizers(), *gradients(), *targets()]
-    figures = [*off_policy, *advantages(), *acting(), *convolutions(), *habits()]
+    figures = [*off_policy, *advantages()]
+    figures += [line for num_envs in (1, 256, 1024) for line in acting(num_envs)]
+    figures += [*convolutions(), *habits()]
     gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else None
     made_with = provenance((sys.executable, __file__), dict(os.environ), gpu)
     lines = [{"format": results.FORMAT, "status": "ok", **figure, **made_with} for figure in figures]
