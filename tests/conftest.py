@@ -1,7 +1,6 @@
 """What the tests share: the names of the scripts, ways to load and to run one, and what a run computed."""
 
 import os
-import re
 import runpy
 import signal
 import subprocess
@@ -115,24 +114,6 @@ def play(name: str, *args, **options) -> dict:
     """Train like `run` in the scripted world: envs.ScriptedGames for EnvPool, or else envs.Scripted."""
     with patch("envpool.make", ScriptedGames):
         return run(name, *scripted_world(name), *args, **options)
-
-
-def profile(name: str, *args, directory: Path, cuda: bool = False) -> subprocess.CompletedProcess:
-    """Profile a script in its scripted world as a command, with the trace in directory/trace.json."""
-    world = "import envpool, envs, profile_run; envpool.make = envs.ScriptedGames; profile_run.main()"
-    options = ("--trace", "trace.json", *scripted_world(name), "--cuda" if cuda else "--no-cuda")
-    command = [sys.executable, "-c", world, name, *options, *map(str, args)]
-    variables = environment(PYTHONPATH=f"{TESTS}{os.pathsep}{ROOT / 'benchmark'}")
-    return subprocess.run(command, env=variables, cwd=directory, capture_output=True, text=True)
-
-
-def profile_shares(done: subprocess.CompletedProcess) -> list[dict[str, float]]:
-    """The tables that a profile has printed: percents of a step by row."""
-    assert done.returncode == 0, done.stderr
-    *tables, trace = done.stdout.split("\n\n")
-    assert trace.startswith("trace: ")
-    rows = [[re.split(r"\s{2,}", line) for line in table.splitlines()[1:]] for table in tables]
-    return [{name: float(share.rstrip("%")) for name, _, share, *_ in table} for table in rows]
 
 
 @contextmanager

@@ -12,8 +12,10 @@ from pathlib import Path
 
 # The programs it takes, by name, each with the Debian package to install for it.
 PROGRAMS = {"munged": "munge"}
-PROGRAMS |= dict.fromkeys(("slurmctld", "slurmd", "sbatch", "scancel", "sinfo", "squeue", "srun"), "slurm-wlm")
-# It names no log files, so that the daemons log to stderr. config_overrides: slurmd may count the cores differently.
+PROGRAMS |= dict.fromkeys(
+    ("slurmctld", "slurmd", "sbatch", "scancel", "sinfo", "squeue", "srun"), "slurm-wlm"
+)
+# It names no log files, so that the daemons log to stderr. config_overrides: slurmd may count other cores.
 CONFIG = """ClusterName=tests
 SlurmctldHost={node}(127.0.0.1)
 SlurmctldPort={ports[0]}
@@ -52,12 +54,13 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> bool:
 
 @contextmanager
 def slurm_cluster(directory: Path) -> Iterator[dict[str, str]]:
-    """Start munged, slurmctld and slurmd and wait until the node is idle; at the end stop all of it, jobs included.
+    """Start munged, slurmctld and slurmd and wait until the node is idle; at the end stop all, jobs included.
 
-    Yields the environment variables under which sbatch, squeue and scancel talk to this cluster. Its configuration and the
-    daemons' logs stay in the directory. Raises SlurmUnavailable where it cannot be started.
+    Yields the variables under which sbatch, squeue and scancel talk to this cluster. Its configuration and
+    the daemons' logs stay in the directory. Raises SlurmUnavailable where it cannot be started.
     """
-    path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin"  # where Debian has the daemons, and an ordinary user's PATH not
+    # Debian has the daemons where an ordinary user's PATH does not look.
+    path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin"
     if missing := [program for program in PROGRAMS if not shutil.which(program, path=path)]:
         packages = " and ".join(sorted({PROGRAMS[program] for program in missing}))
         raise SlurmUnavailable(f"not on PATH: {', '.join(missing)}; to be installed from Debian: {packages}")
@@ -73,8 +76,10 @@ def slurm_cluster(directory: Path) -> Iterator[dict[str, str]]:
 
     def start(name: str, *command: str) -> None:
         with (directory / f"{name}.log").open("w") as log:
-            # A new session: Ctrl-C is not to end it before its jobs, and sudo passes on no signal from its own group.
-            daemons[name] = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, **options)
+            # In a session of its own: Ctrl+C is not to end it before its jobs, and sudo passes on no signal
+            # from its own group.
+            streams = {"stdout": log, "stderr": log, "start_new_session": True}
+            daemons[name] = subprocess.Popen(command, **streams, **options)
 
     def ask(*command: str) -> str | None:
         answer = subprocess.run(command, capture_output=True, text=True, **options)
@@ -84,22 +89,26 @@ def slurm_cluster(directory: Path) -> Iterator[dict[str, str]]:
         return [name for name, daemon in daemons.items() if daemon.poll() is not None]
 
     def require(condition: Callable[[], bool], otherwise: str) -> None:
-        if not wait_until(lambda: bool(ended()) or condition(), 60) or ended():
-            logs = {name: (directory / f"{name}.log").read_text().splitlines()[-5:] for name in ended() or daemons}
-            raise SlurmUnavailable(f"{otherwise}; " + "; ".join(f"{name}: {' | '.join(log)}" for name, log in logs.items()))
+        if wait_until(lambda: bool(ended()) or condition()) and not ended():
+            return
+        for name in ended() or daemons:
+            otherwise += f"; {name}: {(directory / f'{name}.log').read_text()[-500:]}"
+        raise SlurmUnavailable(otherwise)
 
-    # All users have to reach the sockets, which they do not in pytest's directories, and a socket's path is short.
+    # All users have to reach the sockets, and a socket's path is short: pytest's directories are neither.
     run = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     try:
         run.chmod(0o755)
         (run / "munge.key").touch(0o600)
         (run / "munge.key").write_bytes(os.urandom(128))
-        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
-        start("munged", "munged", "--foreground", *(f"--{option}={run}/munge.{file}" for option, file in files.items()))
+        files = [f"--{kind}-file={run}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
+        start("munged", "munged", "--foreground", f"--socket={run}/munge.socket", *files)
         require((run / "munge.socket").exists, "munged has no socket")
 
-        with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
-            ports = [free.getsockname()[1] for free in (first, second)]
+        free = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        ports = [server.getsockname()[1] for server in free]
+        for server in free:
+            server.close()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
         node = socket.gethostname().partition(".")[0]
         config.write_text(CONFIG.format(node=node, ports=ports, run=run, cpus=os.cpu_count(), memory=memory))

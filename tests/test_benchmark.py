@@ -1,16 +1,19 @@
-"""Tables are made from the results, a run's samples become its figures, a profile tells where its time goes."""
+"""Tables are made of the results, samples become a run's figures, a profile tells where its time goes."""
 
 import gzip
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+from contextlib import chdir
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
+from unittest.mock import patch
 
 import common
 import cuda_code
@@ -20,69 +23,50 @@ import profile_run
 import pytest
 import report
 import results
+import scaling
 import selection
 import settings
 import tables
 import torch
-from conftest import ROOT, SHORT, make_commit, profile, profile_shares
+from conftest import ROOT, SHORT, make_commit, scripted_world
+from envs import ScriptedGames
 from torch.autograd import DeviceType
 
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-@pytest.mark.parametrize(
-    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
-)
+
+# ---- Tables ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_tables_are_those_of_the_results(path):
     assert report.render(path.read_text()) == path.read_text()
 
 
-@pytest.mark.parametrize("name", [name for name, setting in settings.SETTINGS.items() if setting.replace])
-def test_a_setting_finds_what_it_changes_in_the_twins(name):
-    changed = [script for script in settings.SCRIPTS if settings.applies(script, settings.SETTINGS[name])]
-    in_halves = ["sac_continuous_action", "td3_continuous_action"]
-    assert changed == (in_halves if name == "one graph a gradient step" else list(settings.SCRIPTS))
+def test_a_table_of_results_that_are_not_there_is_absent():
+    text = "before\n<!-- table: speed none.jsonl -->\nold\n<!-- end -->\nafter"
+    assert report.render(text) == "before\n<!-- table: speed none.jsonl -->\n<!-- end -->\nafter"
+    with pytest.raises(results.ResultsError, match="no table of kind sped"):
+        report.render("<!-- table: sped cpu.jsonl -->\n<!-- end -->")
 
 
-def test_where_nothing_is_preloaded_leaving_it_out_is_no_setting(monkeypatch):
-    monkeypatch.setenv("LD_PRELOAD", "another.so")
-    assert not settings.applies("sac_continuous_action", settings.SETTINGS["MKL's own choice of code"])
-
-
-def line(
-    mode: str, sps: float, startup: float | None = 1.0, cold: bool = False, gpu: str | None = None, **more
-) -> dict:
+def line(mode: str, sps: float, **more) -> dict:
     """A line of results, as far as a table needs it."""
-    hardware = {"cpu": "A CPU", "cores": 2, "gpu": gpu}
-    result = {
-        "algorithm": "sac",
-        "env_id": "World-v0",
-        "mode": mode,
-        "sps": sps,
-        "status": "ok",
-        "startup_seconds": startup,
-    }
-    result |= {"cold_start": cold, "versions": {"python": "3.12.1", "envpool": None}, "hardware": hardware}
-    return result | {"git_commit": "0123456789"} | more
+    result = {"algorithm": "sac", "env_id": "World-v0", "mode": mode, "sps": sps, "status": "ok"}
+    result |= {"startup_seconds": 1.0, "cold_start": False, "versions": {"python": "3.12.1", "envpool": None}}
+    hardware = {"cpu": "A CPU", "cores": 2, "gpu": more.pop("gpu", None)}
+    return result | {"hardware": hardware, "git_commit": "0123456789"} | more
 
 
 def test_speed_table_gives_median_range_and_ratios():
-    runs = [
-        line("eager", 100),
-        line("compile", 150, 20.0, cold=True),
-        line("compile", 200, 5.0),
-        line("compile", 250, 6.0),
-    ]
-    table = tables.speed_table([*runs, line("sbx", 80, startup=None), {"status": "failed"}])
+    runs = [line("eager", 100), line("compile", 150, startup_seconds=20.0, cold_start=True)]
+    runs += [line("compile", 200, startup_seconds=5.0), line("compile", 250, startup_seconds=6.0)]
+    table = tables.speed_table([*runs, line("sbx", 80, startup_seconds=None), {"status": "failed"}])
     assert "| sac: LeanRL `--compile` | 200 (150-250) | 2.00 | 2.50 | 20.0 | 5.5 |" in table
     assert "| sac: SBX (JAX) | 80 | 0.80 | 1.00 |  |  |" in table
     assert table.endswith("A CPU, 2 cores; no GPU; python 3.12.1; commit 0123456")
-    seeded = [
-        line(mode, sps, seed=seed)
-        for mode, sps, seed in (("eager", 90, 1), ("eager", 100, 2), ("compile", 180, 1))
-    ]
+    seeded = [line("eager", 90, seed=1), line("eager", 100, seed=2), line("compile", 180, seed=1)]
     table = tables.speed_table([*seeded, line("compile", 150, seed=2), line("compile", 400, seed=3)])
-    assert (
-        "| sac: LeanRL `--compile` | 180 (150-400) | 1.89 (1.50-2.00) |  |" in table
-    )  # of seed 3 there is no pair
+    # Of seed 3 there is no pair.
+    assert "| sac: LeanRL `--compile` | 180 (150-400) | 1.89 (1.50-2.00) |  |" in table
     assert "| sac: LeanRL eager | 95 (90-100) | 1.00 |  |" in table
 
 
@@ -91,104 +75,51 @@ def test_modes_are_the_same_everywhere():
 
 
 def test_machines_are_never_mixed():
-    runs = [
-        line("eager", 100),
-        line("compile", 200),
-        line("eager", 400, gpu="A GPU"),
-        line("both", 2000, gpu="A GPU"),
-    ]
-    told = line("compile", 300)
-    told["hardware"]["mkl"] = "as on Intel"
-    fewer = line("compile", 50, threads=1)
-    tables_and_machines = tables.speed_table([*runs, told, fewer]).split("\n\n")
-    first, first_machine, second, second_machine, third, third_machine, fourth, fourth_machine = (
-        tables_and_machines
-    )
-    assert "| sac: LeanRL `--compile` | 200 | 2.00 |" in first
-    assert "| sac: LeanRL `--compile --cudagraphs` | 2000 | 5.00 |" in second
-    assert "| sac: LeanRL `--compile` | 300 |  |" in third
-    assert "A CPU, 2 cores; no GPU" in first_machine
-    assert "A GPU" in second_machine
-    assert "A CPU, 2 cores, MKL as on Intel; no GPU" in third_machine
-    assert "| sac: LeanRL `--compile` | 50 |  |" in fourth
-    assert "A CPU, 2 cores, OMP_NUM_THREADS=1; no GPU" in fourth_machine
+    runs = [line("eager", 100), line("compile", 200)]
+    runs += [line("eager", 400, gpu="A GPU"), line("both", 2000, gpu="A GPU")]
+    runs += [line("compile", 300), line("compile", 50, threads=1)]
+    runs[4]["hardware"]["mkl"] = "as on Intel"
+    parts = tables.speed_table(runs).split("\n\n")
+    expected = ["| 200 | 2.00 |", "A CPU, 2 cores; no GPU", "| 2000 | 5.00 |", "A GPU"]
+    expected += ["| 300 |  |", "A CPU, 2 cores, MKL as on Intel; no GPU"]
+    expected += ["| 50 |  |", "A CPU, 2 cores, OMP_NUM_THREADS=1; no GPU"]
+    assert all(text in part for text, part in zip(expected, parts, strict=True))
 
 
 def test_gpu_seconds_are_given_per_million_steps():
-    runs = [
-        line("both", 700, gpu="A GPU", gpu_busy_seconds=busy, total_timesteps=12_000)
-        for busy in (4.0, 5.0, 6.0)
-    ]
-    runs = [run | {"learning_starts": 2_000} for run in runs]  # in which the GPU learns nothing
-    assert (
-        "| sac: LeanRL `--compile --cudagraphs` | 700 (700-700) |  |  |  | 1.0 | 500 |"
-        in tables.speed_table(runs)
-    )
-
-
-def test_a_table_that_there_is_not_is_told():
-    with pytest.raises(results.ResultsError, match="no table of kind sped"):
-        report.render("<!-- table: sped cpu.jsonl -->\n<!-- end -->")
-
-
-@pytest.mark.parametrize(
-    ("name", "content"), [("no/folder/results.jsonl", None), ("results.jsonl", "# A page")]
-)
-def test_what_cannot_be_an_output_is_refused_before_anything_is_measured(name, content, tmp_path, capsys):
-    if content:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(SystemExit) as end:
-        common.lines_of_output(tmp_path / name, results.check_scaling)
-    assert end.value.code == 2
-    assert ": error: --output takes a file" in capsys.readouterr().err
-    assert common.lines_of_output(tmp_path / "new.jsonl", results.check_scaling) == []
+    figures = {
+        "gpu": "A GPU",
+        "total_timesteps": 12_000,
+        "learning_starts": 2_000,
+    }  # before, nothing is learnt
+    runs = [line("both", 700, gpu_busy_seconds=busy, **figures) for busy in (4.0, 5.0, 6.0)]
+    row = "| sac: LeanRL `--compile --cudagraphs` | 700 (700-700) |  |  |  | 1.0 | 500 |"
+    assert row in tables.speed_table(runs)
 
 
 def test_figures_of_several_agents_are_those_of_all():
-    agents = {"seeds": [1, 2, 3, 4], "total_timesteps": 10_000, "gpu_busy_seconds": 4.0}
+    """But for one that was lost."""
+    agents = {"seeds": [1, 2, 3, 4, 5], "lost_seeds": {"3": "why"}}
+    agents |= {"total_timesteps": 10_000, "gpu_busy_seconds": 4.0}
     runs = [line("eager", 100, gpu="A GPU"), line("seeds_both", 400, gpu="A GPU", **agents)]
-    assert (
-        "| sac: LeanRL seeds, 4 agents `--compile --cudagraphs` | 400 | 4.00 |  |  | 1.0 | 100 |"
-        in tables.speed_table(runs)
-    )
+    row = "| sac: LeanRL seeds, 4 agents `--compile --cudagraphs` | 400 | 4.00 |  |  | 1.0 | 100 |"
+    assert row in tables.speed_table(runs)
     [bars] = plots.plot_speed(runs).axes
-    assert [text.get_text() for text in bars.get_yticklabels()] == [
-        "seeds, 4 agents --compile --cudagraphs",
-        "eager",
-    ]
-    trained = {
-        "script": "sac_seeds",
-        "episodic_return": [10.0, 30.0, None],
-        "episodic_return_10": [11.0, 33.0, None],
-    }
-    assert "| sac_seeds, World-v0 | 10,000 | 11, 33 | 20 |" in tables.learning_table([runs[1] | trained])
-
-
-def test_a_table_of_results_that_are_not_there_is_absent():
-    text = "before\n<!-- table: speed none.jsonl -->\nold\n<!-- end -->\nafter"
-    assert report.render(text) == "before\n<!-- table: speed none.jsonl -->\n<!-- end -->\nafter"
+    labels = [text.get_text() for text in bars.get_yticklabels()]
+    assert labels == ["seeds, 4 agents --compile --cudagraphs", "eager"]
+    last = {"episodic_return": [10.0, 30.0, None], "episodic_return_10": [11.0, 33.0, None]}
+    table = tables.learning_table([runs[1] | last | {"script": "sac_seeds"}])
+    assert "| sac_seeds, World-v0 | 10,000 | 11, 33 | 20 |" in table
 
 
 def graph(version: str, launches: int | None, **more) -> dict:
     """A line of cuda_code.jsonl; of a graph without code, if there are no launches."""
-    result = {
-        "format": results.FORMAT,
-        "script": "sac",
-        "env_id": "World-v0",
-        "graph": "act",
-        "torch": version,
-    }
-    result |= {"triton": "3.7.1", "git_commit": "0123456789", "generated": launches is not None}
+    result = {"format": results.FORMAT, "script": "sac", "env_id": "World-v0", "graph": "act"}
+    result |= {"torch": version, "triton": "3.7.1", "git_commit": "0123456789"}
     if launches is None:
-        return result | {"error": "AssertionError: in lower: assert True"} | more
-    counted = {
-        "extern_calls": {"mm": 4, "randint": 1},
-        "kernels": 2,
-        "compiled": 2,
-        "spilling": 1,
-        "errors": [],
-    }
-    return result | {"triton_launches": launches, **counted} | more
+        return result | {"generated": False, "error": "AssertionError: in lower: assert True"} | more
+    counted = {"extern_calls": {"mm": 4, "randint": 1}, "kernels": 2, "compiled": 2, "spilling": 1}
+    return result | {"generated": True, "triton_launches": launches, "errors": []} | counted | more
 
 
 def test_cuda_code_table_has_a_column_for_each_version_and_tells_of_failures():
@@ -199,6 +130,7 @@ def test_cuda_code_table_has_a_column_for_each_version_and_tells_of_failures():
     assert made_with == "torch 2.9.1 with Triton 3.7.1, torch 2.13.0 with Triton 3.7.1; commit 0123456"
 
 
+# ---- Files of results --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -220,6 +152,83 @@ def test_a_wrong_line_of_cuda_code_is_refused(tmp_path, line, reason):
     with pytest.raises(results.ResultsError, match=f"line 3: .*{reason}"):
         results.read(path, results.check_code)
     assert results.read(path, results.check_code, growing=True) == right
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000, "is nested too deep"),
+        (b"[]", "is no line of results"),
+        (b"\xff", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (b'{"format": 1, "sps": NaN}', "has a number that is not finite in sps"),
+        (b'{"format": 1, "sps": 1e999}', "has a number that is not finite in sps"),
+        (b'{"format": 1, "more": {"it": [-Infinity]}}', "has a number that is not finite in more"),
+    ],
+)
+@pytest.mark.parametrize("name", ["results.jsonl", "curves.jsonl"])
+def test_a_line_that_is_none_is_refused_in_one_line(tmp_path, name, content, message):
+    for file in ("results.jsonl", "curves.jsonl"):
+        (tmp_path / file).touch()
+    (tmp_path / name).write_bytes(content + b"\n")
+    with pytest.raises(results.ResultsError) as refused:
+        report.report_folder(tmp_path)
+    assert str(refused.value) == f"{tmp_path / name}, line 1: {message}"
+
+
+def test_what_report_cannot_read_is_told_in_one_line(tmp_path):
+    (tmp_path / "results.jsonl").mkdir()
+    done = subprocess.run([sys.executable, report.__file__, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"report.py: error: [Errno 21] Is a directory: '{tmp_path / 'results.jsonl'}'\n"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"title": "a"}'])
+def test_figures_that_are_none_are_refused(tmp_path, monkeypatch, content):
+    monkeypatch.setattr(report, "PUBLISHED", tmp_path)
+    (tmp_path / "tricks.jsonl").write_text(f"{content}\n")
+    with pytest.raises(results.ResultsError, match="line 1"):
+        report.render("<!-- table: tricks tricks.jsonl -->\n<!-- end -->")
+
+
+@pytest.mark.parametrize("write", [results.append, lambda path, line: results.replace(path, [line])])
+def test_nothing_but_json_is_written(tmp_path, write):
+    path = tmp_path / "results.jsonl"
+    with pytest.raises(ValueError):
+        write(path, {"sps": float("nan")})
+    assert not path.exists() or not path.read_bytes()
+
+
+@pytest.mark.parametrize(("name", "content"), [("no/results.jsonl", None), ("results.jsonl", "# A page")])
+def test_what_cannot_be_an_output_is_refused_before_anything_is_measured(name, content, tmp_path, capsys):
+    if content:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(SystemExit, match="2"):
+        common.lines_of_output(tmp_path / name, results.check_scaling)
+    assert ": error: --output takes a file" in capsys.readouterr().err
+    assert common.lines_of_output(tmp_path / "new.jsonl", results.check_scaling) == []
+
+
+# ---- Changed and compiled copies of the scripts ------------------------------------------------------------
+@pytest.mark.parametrize("name", [name for name, setting in settings.SETTINGS.items() if setting.replace])
+def test_a_setting_finds_what_it_changes_in_the_twins(name):
+    changed = [script for script in settings.SCRIPTS if settings.applies(script, settings.SETTINGS[name])]
+    in_halves = ["sac_continuous_action", "td3_continuous_action"]
+    assert changed == (in_halves if name == "one graph a gradient step" else list(settings.SCRIPTS))
+
+
+@pytest.mark.parametrize("script", scaling.DEFAULTS)
+def test_a_width_is_changed_in_the_networks_and_nowhere_else(script):
+    width = scaling.DEFAULTS[script]["width"]
+    before = (common.LEANRL / f"{script}_torchcompile.py").read_text().splitlines()
+    pairs = list(zip(before, scaling.widened(script, 333).splitlines(), strict=True))
+    changed = [old for old, new in pairs if old != new]
+    assert changed and all("Linear(" in old and re.search(rf"\b{width}\b", old) for old in changed)
+    assert not [new for _, new in pairs if "Linear(" in new and re.search(rf"\b{width}\b", new)]
+
+
+def test_where_nothing_is_preloaded_leaving_it_out_is_no_setting(monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "another.so")
+    assert not settings.applies("sac_continuous_action", settings.SETTINGS["MKL's own choice of code"])
 
 
 # As Inductor writes it, shortened.
@@ -246,21 +255,18 @@ def test_launches_are_counted_where_the_code_runs():
     assert sources == {"triton_poi_0": "the source"}
 
 
-@pytest.mark.parametrize(
-    ("script", "small", "names"),
-    [
-        (
-            "sac_continuous_action",
-            ["--buffer-size", "256"],
-            ["act", "update_critic(update_target=True)", "update_actor"],
-        ),
-        ("ppo_continuous_action", ["--num-steps", "16", "--num-minibatches", "2"], ["prepare", "update"]),
-    ],
-)
-def test_each_kind_of_gradient_step_is_a_graph(monkeypatch, script, small, names):
+GRAPHS = {
+    "sac_continuous_action": ["act", "update_critic(update_target=True)", "update_actor"],
+    "ppo_continuous_action": ["prepare", "update"],
+}
+
+
+@pytest.mark.parametrize("script", GRAPHS)
+def test_each_kind_of_gradient_step_is_a_graph(monkeypatch, script):
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    small = ["--buffer-size", "256"] if "sac" in script else ["--num-steps", "16", "--num-minibatches", "2"]
     graphs = cuda_code.graphs_of(script, "--env-id", "Reacher-v4", *cuda_code.SCRIPTS[script][1], *small)
-    assert [graph.name for graph in graphs] == names
+    assert [graph.name for graph in graphs] == GRAPHS[script]
     cuda_code.move_to_cuda(graphs[1].module)
     assert "device(type='cpu')" not in graphs[1].module.code
 
@@ -269,64 +275,44 @@ def test_without_a_build_for_cuda_there_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(common, "PROGRAM", "cuda_code.py")
     monkeypatch.setattr(sys, "argv", ["cuda_code.py"])
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match="2"):
         cuda_code.main()
-    assert end.value.code == 2
     [told] = capsys.readouterr().err.splitlines()
     assert told.startswith("cuda_code.py: error: needs a build of PyTorch for CUDA")
 
 
-class Driver:
-    """A stand-in for NVML with one GPU, which is half busy."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, uuid: str = "GPU-1"):
-        self.uuid = uuid
-
-    def nvmlInit(self):  # noqa: N802 (NVML's name)
-        pass
-
-    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
-        if index:
-            raise self.NVMLError
-        return "handle"
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
-        if uuid != self.uuid:
-            raise self.NVMLError
-        return "handle"
-
-    def nvmlDeviceGetName(self, handle):  # noqa: N802
-        return "A GPU"
-
-    def nvmlDeviceGetUtilizationRates(self, handle):  # noqa: N802
-        return type("Rates", (), {"gpu": 50})
-
-    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
-        return type("Memory", (), {"used": 3 * 2**20})
+# ---- What is measured around a run -------------------------------------------------------------------------
+class NVMLError(Exception):
+    """What NVML raises of a GPU that is not there."""
 
 
-@pytest.mark.parametrize("visible", [None, "0", "0,1", "GPU-1"])
+def handle(name: int | str) -> str:
+    if name not in (0, "GPU-1"):
+        raise NVMLError
+    return "handle"
+
+
+# NVML with one GPU, which is half busy.
+DRIVER = {"NVMLError": NVMLError, "nvmlInit": lambda: None, "nvmlDeviceGetName": lambda _: "A GPU"}
+DRIVER |= {"nvmlDeviceGetHandleByIndex": handle, "nvmlDeviceGetHandleByUUID": handle}
+DRIVER |= {"nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=50)}
+DRIVER |= {"nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(used=3 * 2**20)}
+
+
+@pytest.mark.parametrize("visible", [None, "0", "0,1", "GPU-1", "1", "GPU-2", ""])
 def test_gpu_samples_become_an_area_and_a_peak(monkeypatch, visible):
-    monkeypatch.setattr(job, "pynvml", Driver())
+    monkeypatch.setattr(job, "pynvml", SimpleNamespace(**DRIVER))
     sampler = job.GpuSampler(visible)
     for second in range(5):
         sampler.sample()
-        sampler.seconds[-1] = float(second)
-    assert sampler.name == "A GPU"
-    assert sampler.totals(float("inf")) == {"gpu_busy_seconds": 2.0, "gpu_memory_mb": 3.0}
-    assert sampler.totals(3.0)["gpu_busy_seconds"] == 1.5  # without start-up
-
-
-@pytest.mark.parametrize("visible", ["1", "GPU-2", ""])
-def test_a_gpu_that_is_not_there_gives_no_figures(monkeypatch, visible):
-    monkeypatch.setattr(job, "pynvml", Driver())
-    sampler = job.GpuSampler(visible)
-    sampler.sample()
-    assert sampler.name is None
-    assert sampler.totals(float("inf")) == {"gpu_busy_seconds": None, "gpu_memory_mb": None}
+        sampler.seconds[-1:] = [float(second)] if sampler.seconds else []
+    if visible in ("1", "GPU-2", ""):  # is not there
+        assert sampler.name is None
+        assert sampler.totals(float("inf")) == {"gpu_busy_seconds": None, "gpu_memory_mb": None}
+    else:
+        assert sampler.name == "A GPU"
+        assert sampler.totals(float("inf")) == {"gpu_busy_seconds": 2.0, "gpu_memory_mb": 3.0}
+        assert sampler.totals(3.0)["gpu_busy_seconds"] == 1.5  # without start-up
 
 
 def test_groups_end_with_their_last_value_and_average_the_other_column():
@@ -349,16 +335,15 @@ def test_a_run_that_ends_with_anything_but_an_object_has_printed_no_summary(prin
     assert job.judge(0, tmp_path / "stdout.txt") == ("printed no summary", {})
 
 
-@pytest.mark.parametrize(
-    ("cpuinfo", "expected"),
-    {
-        "cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\nstepping\t: 1\n": "AMD EPYC (family 25, model 17)",
-        "cpu family\t: 6\nmodel\t\t: 158\nmodel name\t: Intel(R) Core(TM) i7-8700 CPU\n": "Intel(R) Core(TM) i7-8700 CPU",
-        "cpu family\t: 6\nmodel\t\t: 85\nmodel name\t: Xeon @ 2.20GHz\n": "Xeon @ 2.20GHz (family 6, model 85)",
-        "processor\t: 0\nmodel name\t: ARM\n": "ARM",
-        "processor\t: 0\nBogoMIPS\t: 50.00\n": platform.processor(),
-    }.items(),
-)
+EPYC = "cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\nstepping\t: 1\n"
+CORE = "cpu family\t: 6\nmodel\t\t: 158\nmodel name\t: Intel(R) Core(TM) i7-8700 CPU\n"
+PROCESSORS = [(EPYC, "AMD EPYC (family 25, model 17)"), (CORE, "Intel(R) Core(TM) i7-8700 CPU")]
+XEON = "cpu family\t: 6\nmodel\t\t: 85\nmodel name\t: Xeon @ 2.20GHz\n"
+PROCESSORS += [(XEON, "Xeon @ 2.20GHz (family 6, model 85)"), ("processor\t: 0\nmodel name\t: ARM\n", "ARM")]
+PROCESSORS += [("processor\t: 0\nBogoMIPS\t: 50.00\n", platform.processor())]
+
+
+@pytest.mark.parametrize(("cpuinfo", "expected"), PROCESSORS)
 def test_a_processor_whose_name_says_little_is_told_by_its_family(cpuinfo, expected):
     assert job.processor(cpuinfo) == expected
 
@@ -366,21 +351,14 @@ def test_a_processor_whose_name_says_little_is_told_by_its_family(cpuinfo, expec
 def test_what_a_run_is_made_with_is_asked_of_its_own_interpreter(tmp_path):
     (tmp_path / "script.py").touch()
     head = make_commit(tmp_path)
-    for package, version in {
-        "envpool": "9.9",
-        "sbx-rl": "0.1",
-    }.items():  # in the environment of the run, and not in this one
+    own = {"envpool": "9.9", "sbx-rl": "0.1"}  # in the environment of the run, and not in this one
+    for package, version in own.items():
         information = tmp_path / "packages" / f"{package.replace('-', '_')}-{version}.dist-info" / "METADATA"
         information.parent.mkdir(parents=True)
         information.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     env = os.environ | {"PYTHONPATH": str(tmp_path / "packages")}
     about = job.provenance((sys.executable, str(tmp_path / "script.py"), "--seed=1"), env, "A GPU")
-    expected = {
-        "python": platform.python_version(),
-        "torch": metadata.version("torch"),
-        "envpool": "9.9",
-        "sbx-rl": "0.1",
-    }
+    expected = {"python": platform.python_version(), "torch": metadata.version("torch"), **own}
     assert about["versions"].items() >= expected.items()
     assert "stable-baselines3" not in about["versions"]
     assert about["hardware"]["cpu"]
@@ -392,147 +370,77 @@ def test_what_a_run_is_made_with_is_asked_of_its_own_interpreter(tmp_path):
     assert tables.speed_table(runs).endswith(f"; commit {head[:7]}, {head[:7]}-dirty, some not recorded")
 
 
-def test_without_git_there_is_no_commit(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert job.provenance((sys.executable, __file__), dict(os.environ), None)["git_commit"] is None
+# ---- Profiles ----------------------------------------------------------------------------------------------
+PROFILED = [("sac_continuous_action", ()), ("ppo_continuous_action", ())]
+PROFILED += [("ppo_atari_envpool_torchcompile", ("--compile",))]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"[" * 100_000, "is nested too deep"),
-        (b"[]", "is no line of results"),
-        (b"\xff", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
-        (b'{"format": 1, "sps": NaN}', "has a number that is not finite in sps"),
-        (b'{"format": 1, "sps": 1e999}', "has a number that is not finite in sps"),
-        (b'{"format": 1, "more": {"it": [-Infinity]}}', "has a number that is not finite in more"),
-    ],
-)
-@pytest.mark.parametrize("name", ["results.jsonl", "curves.jsonl"])
-def test_a_line_that_is_none_is_refused_in_one_line(tmp_path, name, content, message):
-    for file in ("results.jsonl", "curves.jsonl"):
-        (tmp_path / file).touch()
-    (tmp_path / name).write_bytes(content + b"\n")
-    done = subprocess.run([sys.executable, report.__file__, tmp_path], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == f"report.py: error: {tmp_path / name}, line 1: {message}\n"
+def profile(*args) -> int | str | None:
+    """The status that a profile leaves with, in this process."""
+    argv = ["profile_run.py", *map(str, args)]
+    modules = {"__main__": sys.modules["__main__"]}
+    with patch("sys.argv", argv), patch("sys.path", [*sys.path]), patch.dict(sys.modules, modules):
+        with patch("common.PROGRAM", argv[0]), patch("signal.signal"), patch("envpool.make", ScriptedGames):
+            try:
+                profile_run.main()
+            except SystemExit as left:
+                return left.code
+    return 0
 
 
-def test_a_folder_in_place_of_results_is_refused_in_one_line(tmp_path):
-    (tmp_path / "results.jsonl").mkdir()
-    done = subprocess.run([sys.executable, report.__file__, tmp_path], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == f"report.py: error: [Errno 21] Is a directory: '{tmp_path / 'results.jsonl'}'\n"
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"title": "a"}'])
-def test_figures_that_are_none_are_refused(tmp_path, monkeypatch, content):
-    monkeypatch.setattr(report, "PUBLISHED", tmp_path)
-    (tmp_path / "tricks.jsonl").write_text(f"{content}\n")
-    with pytest.raises(results.ResultsError, match="line 1"):
-        report.render("<!-- table: tricks tricks.jsonl -->\n<!-- end -->")
-
-
-@pytest.mark.parametrize("write", [results.append, lambda path, line: results.replace(path, [line])])
-def test_nothing_but_json_is_written(tmp_path, write):
-    path = tmp_path / "results.jsonl"
-    with pytest.raises(ValueError):
-        write(path, {"sps": float("nan")})
-    assert not path.exists() or not path.read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("name", "flags"),
-    [
-        ("sac_continuous_action", ()),
-        ("ppo_continuous_action", ()),
-        ("ppo_atari_envpool_torchcompile", ("--compile",)),
-    ],
-)
-def test_a_profile_tells_where_the_time_goes(name, flags, tmp_path):
-    done = profile(name, *SHORT[name], *flags, directory=tmp_path)
-    parts, operators = profile_shares(done)
-    assert set(parts) - {"prepare"} == {
-        "policy",
-        "update",
-        "environment",
-        "waiting for the device",
-        "the rest",
-    }
-    assert ("prepare" in parts) == ("ppo" in name)
-    assert min(parts[name] for name in ("policy", "update", "environment", "the rest")) > 0
+@pytest.mark.parametrize(("name", "flags"), PROFILED)
+def test_a_profile_tells_where_the_time_goes(name, flags, tmp_path, capsys):
+    to = () if "continuous" in name else ("--trace", tmp_path / "profiles" / "trace.json.gz")
+    with chdir(tmp_path):
+        assert profile(name, *to, *scripted_world(name), *SHORT[name], *flags, "--no-cuda") == 0
+    printed = capsys.readouterr().out
+    *tables_, told = printed.split("\n\n")
+    [trace] = (tmp_path / "profiles").iterdir()
+    assert told == f"trace: {trace}\n"
+    rows = [[re.split(r"\s{2,}", line) for line in table.splitlines()[1:]] for table in tables_]
+    parts, operators = ({part: float(share.rstrip("%")) for part, _, share, *_ in table} for table in rows)
+    known = {"policy", "update", "environment", "waiting for the device", "the rest"}
+    assert set(parts) == known | ({"prepare"} if "ppo" in name else set())
+    assert min(parts[part] for part in known - {"waiting for the device"}) > 0
     assert sum(parts.values()) == pytest.approx(100, abs=0.5)
     assert parts.keys().isdisjoint(operators)
     assert any(operator.startswith("Torch-Compiled Region" if flags else "aten::") for operator in operators)
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert (
-        sum(event.get("name") == "environment" for event in events) == 50
-    )  # or num_steps, of which SHORT has as many
-    assert "total_timesteps" not in done.stdout  # it ends there
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    steps = sum(event.get("name") == "environment" for event in events)
+    assert steps == 50  # or num_steps, of which SHORT has as many
+    assert "total_timesteps" not in printed  # it ends there
 
 
-def test_a_run_that_is_shorter_than_its_profile_is_refused(tmp_path):
-    for name, most, needed in (("sac_continuous_action", 159, 160), ("ppo_continuous_action", 199, 200)):
-        done = profile(name, *SHORT[name], "--total-timesteps", most, directory=tmp_path)
-        assert (done.returncode, done.stdout) == (2, "")
-        *_, line = done.stderr.splitlines()
-        message = f"a profile takes {needed} agent steps, and this run makes {most}: see --total-timesteps"
-        assert line.endswith(f": error: {message}")
+GAMMA = "sac_continuous_action.py: error: --gamma: Input should be "
+TRACE = "profile_run.py: error: --trace takes a file that can be written, got /"
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (
-            ("sac_continuous_action", "--gamma", "2"),
-            "sac_continuous_action.py: error: --gamma: Input should be ",
-        ),
+        (("sac_continuous_action", "--gamma", "2"), GAMMA),
         (("sac",), "profile_run.py: error: takes one of: dqn dqn_torchcompile ppo_atari_envpool "),
         ((), "profile_run.py: error: the following arguments are required: name"),
-        (
-            ("sac_continuous_action", "--trace", "/dev/null/trace"),
-            "profile_run.py: error: --trace takes a file that can be ",
-        ),
-        (
-            ("sac_continuous_action", "--trace", "/"),
-            "profile_run.py: error: --trace takes a file that can be written, got /",
-        ),
+        (("sac_continuous_action", "--trace", "/dev/null/trace"), TRACE),
+        (("sac_continuous_action", "--trace", "/"), TRACE),
     ],
 )
-def test_bad_arguments_of_a_profile_are_told_in_one_line(tmp_path, args, message):
-    done = subprocess.run(
-        [sys.executable, profile_run.__file__, *args], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    [line] = done.stderr.splitlines()
-    assert line.startswith(message)
+def test_bad_arguments_of_a_profile_are_told_in_one_line(tmp_path, capsys, args, message):
+    with chdir(tmp_path):
+        assert profile(*args) == 2
+    output, error = capsys.readouterr()
+    [line] = error.splitlines()
+    assert line.startswith(message) and not output
 
 
-def test_the_trace_is_by_default_a_new_file_in_profiles(tmp_path):
-    name, world = "ppo_continuous_action", ("--env-id", "InvertedPendulum-v4", "--no-cuda")
-    command = [sys.executable, profile_run.__file__, name, *SHORT[name], *world]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    [trace] = (tmp_path / "profiles").iterdir()
-    assert done.stdout.endswith(f"\n\ntrace: {trace}\n")
-    assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-
-
-@pytest.mark.parametrize("nesting", ["if True:", "with suppress(KeyboardInterrupt), open(__file__) as bar:"])
-def test_the_main_loop_is_found_where_it_is_nested(nesting):
-    loop = (
-        f"    while waiting:\n        pass\n    {nesting}\n        while not last:\n            last = 'over'"
-    )
-    source = (
-        f'from contextlib import suppress\nif __name__ == "__main__":\n    waiting = last = False\n{loop}'
-    )
-    seen = []
-    run = {
-        "__name__": "__main__",
-        "__file__": __file__,
-        "begin_profile": lambda run: seen.append(run["last"]),
-    }
-    exec(compile(profile_run.hooked(source, Path("script")), "script", "exec"), run)
-    assert (seen, run["last"]) == ([False], "over")
+def test_a_run_that_is_shorter_than_its_profile_is_refused(tmp_path, capsys):
+    for name, most, needed in (("sac_continuous_action", 159, 160), ("ppo_continuous_action", 199, 200)):
+        with chdir(tmp_path):
+            args = (*scripted_world(name), *SHORT[name], "--total-timesteps", most, "--no-cuda")
+            assert profile(name, "--trace", "trace.json", *args) == 2
+        output, error = capsys.readouterr()
+        message = f"a profile takes {needed} agent steps, and this run makes {most}: see --total-timesteps"
+        assert error.splitlines()[-1].endswith(f": error: {message}") and not output
 
 
 @pytest.mark.parametrize("source", ["while True:\n    break", "while not last:\n    last = 1\n" * 2])
@@ -549,10 +457,8 @@ def test_what_runs_on_the_device_and_waits_within_a_part_are_counted_once():
 
     policy = event("policy", 100)
     events = [event("ProfilerStep*", 1000), policy, event("policy", 70, device=DeviceType.CUDA)]
-    events += [
-        event("cudaMemcpyAsync", 10, event("aten::copy_", 20, policy)),
-        event("cudaStreamSynchronize", 300),
-    ]
+    events += [event("cudaMemcpyAsync", 10, event("aten::copy_", 20, policy))]
+    events += [event("cudaStreamSynchronize", 300)]
     events += [event("cudaMemcpyAsync", 30, event("aten::copy_", 40)), event("environment", 200)]
     run_profile = profile_run.RunProfile()
     run_profile.names, run_profile.steps = ["policy", "update", "environment"], 2
@@ -561,6 +467,7 @@ def test_what_runs_on_the_device_and_waits_within_a_part_are_counted_once():
     assert run_profile.rows() == (500, expected)
 
 
+# ---- The door ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("command", ["train", "profile"])
 def test_the_door_names_the_scripts(command):
     done = subprocess.run([ROOT / "run.sh", command, "c51"], capture_output=True, text=True)
@@ -573,25 +480,17 @@ def test_the_door_names_the_scripts(command):
 def test_the_door_tells_how_to_use_it():
     done = subprocess.run([ROOT / "run.sh", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
-    for told in (
-        "sweep --help",
-        "train NAME",
-        "logs into runs/",
-        "profile NAME",
-        "in profiles/",
-        "python FILE",
-        "PYTHON names",
-    ):
-        assert told in done.stdout
+    told = ["sweep --help", "train NAME", "logs into runs/", "profile NAME", "in profiles/", "python FILE"]
+    assert [text for text in [*told, "PYTHON names"] if text not in done.stdout] == []
     assert not done.stdout.startswith("#")
 
 
-# In place of Python: makes environments of itself, takes its time to install, and notes what it was asked for.
+# In place of Python: makes environments of itself, takes its time to install, and notes what it was asked.
 NOTING = """#!/bin/bash
 echo "$@" >>"$NOTES"
 case "$*" in
   "-m venv "*) mkdir -p "$3/bin" "$3/lib" && cp "$0" "$3/bin/python" ;;
-  "-m pip "*) sleep 3 ;;
+  "-m pip "*) sleep 1 ;;
 esac
 """
 
@@ -605,10 +504,8 @@ def test_two_first_calls_of_run_sh_install_once(tmp_path):
     python.write_text(NOTING)
     python.chmod(0o755)
     env = os.environ | {"PYTHON": str(python), "NOTES": str(tmp_path / "notes"), "MKL_AS_ON_INTEL": "0"}
-    calls = [
-        subprocess.Popen([checkout / "run.sh", "python", name], env=env, stderr=subprocess.PIPE)
-        for name in ("a", "b")
-    ]
+    start = [checkout / "run.sh", "python"]
+    calls = [subprocess.Popen([*start, name], env=env, stderr=subprocess.PIPE) for name in ("a", "b")]
     told = sorted(call.communicate()[1].decode().split()[0] for call in calls)
     assert told == ["Installing", "Waiting"]
     notes = (tmp_path / "notes").read_text().splitlines()
@@ -628,30 +525,22 @@ CPUINFO = Path("/proc/cpuinfo")
 AMD = CPUINFO.exists() and "AuthenticAMD" in CPUINFO.read_text()
 
 
-@pytest.mark.skipif(
-    not (AMD and shutil.which("cc") and " " not in str(ROOT)), reason="needs an AMD processor and a compiler"
-)
+ABLE = AMD and shutil.which("cc") and " " not in str(ROOT)
+
+
+@pytest.mark.skipif(not ABLE, reason="needs an AMD processor and a compiler")
 @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="run.sh has an environment of its own")
 def test_run_sh_has_mkl_take_other_code_on_amd():
     """What tells is that it sums in another order, as precisely."""
-    options = {
-        "env": os.environ | {"LD_PRELOAD": "", "CC": "cc -O2"},
-        "capture_output": True,
-        "text": True,
-        "check": True,
-    }
-    programs = {"own": [sys.executable], "preloaded": [ROOT / "run.sh", "python"]}
-    printed = {
-        kind: subprocess.run([*program, "-c", PRODUCT], **options).stdout.split()
-        for kind, program in programs.items()
-    }
-    assert printed["own"][0] != printed["preloaded"][0]
+    options = {"env": os.environ | {"LD_PRELOAD": "", "CC": "cc -O2"}, "capture_output": True, "check": True}
+
+    def product(*program) -> list[str]:
+        return subprocess.run([*program, "-c", PRODUCT], **options).stdout.decode().split()
+
+    own, preloaded = product(sys.executable), product(ROOT / "run.sh", "python")
+    assert own[0] != preloaded[0]
     options["env"] |= {"MKL_AS_ON_INTEL": "0"}
-    assert subprocess.run([*programs["preloaded"], "-c", PRODUCT], **options).stdout.split() == printed["own"]
-    for library, expected in (
-        (printed["preloaded"][1], "as on Intel"),
-        ("/no/mkl_as_on_intel.so", None),
-        ("", None),
-    ):
+    assert product(ROOT / "run.sh", "python") == own
+    for library, expected in ((preloaded[1], "as on Intel"), ("/no/mkl_as_on_intel.so", None), ("", None)):
         about = job.provenance((sys.executable, __file__), os.environ | {"LD_PRELOAD": library}, None)
         assert about["hardware"].get("mkl") == expected

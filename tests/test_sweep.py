@@ -707,28 +707,40 @@ def test_what_slurm_refuses_is_told_in_one_line(house, cluster):
 
 @on_slurm
 def test_a_sweep_on_slurm_takes_up_the_jobs_of_one_that_was_killed(house, cluster):
-    """Of which one was put back into the queue, and goes on from its checkpoint."""
-    options = (*SLURM, "--checkpoint-every", "10", "--slurm-options", "oversubscribe", "true")
-    process = house.start(*options, seeds=1, env=cluster)
-    assert wait_until(lambda: len(house.steps()) > 25)
+    (house.leanrl / "hold").touch()
+    house.tell(1, WAIT)
+    options = (*SLURM, "--workers", "2", "--slurm-options", "oversubscribe", "true")
+    process = house.start(*options, env=cluster)
+    house.wait_for_starts(2)
     process.kill()
     process.wait()
+    (house.leanrl / "hold").unlink()
+    done = house.sweep(*options, env=cluster)
+    assert done.returncode == 0, done.stderr
+    assert house.done() == [0, 1, 2]
+    assert len(house.starts()) == 3
+
+
+@on_slurm
+def test_a_run_that_slurm_requeues_goes_on_from_its_checkpoint(house, cluster):
+    process = house.start(*SLURM, "--checkpoint-every", "10", seeds=1, env=cluster)
+    assert wait_until(lambda: len(house.steps()) > 25)
 
     def ask(*command: str) -> subprocess.CompletedProcess:
         return subprocess.run(command, env=cluster, capture_output=True, text=True)
 
     [number] = ask("squeue", "--me", "--noheader", "--array", "--format=%i").stdout.split()
     assert ask("scontrol", "requeue", number).returncode == 0
+    time.sleep(1.5)  # what starts in the second in which it was stopped counts as stopped
 
     def started_again() -> bool:
         """Slurm would wait for two minutes."""
         ask("scontrol", "update", f"JobId={number}", "StartTime=now")
         return len(house.starts()) == 2
 
-    assert wait_until(started_again)
-    done = house.sweep(*options, seeds=1, env=cluster)
-    assert done.returncode == 0, done.stderr
-    assert len(house.starts()) == 2
+    assert wait_until(started_again, 180)  # by itself Slurm starts it after two minutes
+    process.communicate(timeout=120)
+    assert process.returncode == 0
     assert house.lines()[0]["resumed"] >= 20
     assert_nothing_is_missing_or_twice(house.curves()[0])
 
