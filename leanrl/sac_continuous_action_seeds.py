@@ -125,7 +125,7 @@ def parse_args() -> Args:
         refuse("--seeds takes different ones, and --resume and --evaluate a path for each of them")
     if args.track or (args.env_workers and args.capture_video):
         refuse("--track takes one agent a process, and --env-workers and --capture-video exclude each other")
-    return replace(args, seeds=tuple(seeds))
+    return replace(args, seed=seeds[0], num_seeds=len(seeds), seeds=tuple(seeds))
 
 
 def refuse(message: str) -> NoReturn:
@@ -621,7 +621,7 @@ if __name__ == "__main__":
             transitions = [obs, actions, rewards[:, None], terminated[:, None], final_obs]
             rows = np.concatenate(transitions, axis=1, dtype=np.float32)
             for index in np.flatnonzero(~np.isfinite(rows).all(axis=1)):  # [seeds 5]
-                lost.setdefault(int(index) // args.num_envs, f"a transition is not finite at {global_step}")
+                lost.setdefault(int(index) // args.num_envs, f"a row is not finite at step {global_step}")
             rows = torch.from_numpy(rows).view(num_agents, args.num_envs, -1)  # [seeds 2]
             buffer[:, position : position + args.num_envs].copy_(rows, non_blocking=True)
             size.fill_(min(global_step, capacity))

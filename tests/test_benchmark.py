@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -131,63 +132,118 @@ def test_cuda_code_table_has_a_column_for_each_version_and_tells_of_failures():
 
 
 # ---- Files of results --------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (graph("2.13.0", 3) | {"triton_launches": "3"}, "triton_launches"),
-        (graph("2.13.0", 3) | {"generated": False}, "error"),
-        (graph("2.13.0", 3, compiled=1), "neither compile nor have an error"),
-        (graph("2.13.0", None, format=0), "format 0"),
-    ],
-)
-def test_a_wrong_line_of_cuda_code_is_refused(tmp_path, line, reason):
-    path = tmp_path / "cuda_code.jsonl"
-    right = [graph("2.13.0", 3), graph("2.11.0", None)]
-    results.replace(path, right, results.check_code)
-    assert results.read(path, results.check_code) == right
-    with pytest.raises(ValueError, match=reason):
-        results.replace(path, [line], results.check_code)
-    with path.open("a") as file:
-        file.write(json.dumps(line))  # an editor may leave out the newline
-    with pytest.raises(results.ResultsError, match=f"line 3: .*{reason}"):
-        results.read(path, results.check_code)
-    assert results.read(path, results.check_code, growing=True) == right
+RUN = {"format": 1, "sweep": "a", "job": "b", "status": "ok", "attempts": 1, "algorithm": "c", "seed": 1}
+RUN |= {
+    "mode": "eager",
+    "env_id": "d",
+    "script": "c",
+    "total_timesteps": 5,
+    "sps": None,
+    "more": "is welcome",
+}
+RUN |= {"startup_seconds": 1.0, "versions": {"python": "3.12.1"}}
+RUN |= {"hardware": {"cpu": "A CPU", "cores": 2, "gpu": None}}
+RUN |= {"seeds": [1, 2], "lost_seeds": {"2": "why"}, "episodic_return": [1.0, None]}
+CURVE = {"format": 1, "sweep": "a", "job": "b", "step": [1, 2], "seconds": [1.0, 2.0]}
+CURVE |= {"episodic_return": [0.0, 1.0], "gpu_seconds": [], "gpu_utilization": []}
+KINDS = {"run": (results.check_run, RUN), "curve": (results.check_curve, CURVE)}
+KINDS |= {
+    "code": (results.check_code, graph("2.13.0", 3)),
+    "none": (results.check_code, graph("2.9.1", None)),
+}
+# What is changed in a right line, and a word of what is told of it, by default the key.
+CHANGES = """
+run {"seed": "one"}
+run {"status": "fine"}
+run {"mode": "fast"}
+run {"hardware": {"cpu": "A CPU"}}
+run {"sps": "fast"}
+run {"sps": NaN} has a number that is not finite in sps
+run {"sps": 1e999} has a number that is not finite in sps
+run {"more": {"it": [-Infinity]}} has a number that is not finite in more
+run {"episodic_return": [1.0, "high"]}
+run {"seeds": 4}
+run {"lost_seeds": [2]}
+run {"wall_seconds": "long"}
+run {"gpu_busy_seconds": "many"}
+run {"status": "failed"} reason
+run {"format": 2} has format 2, and this version reads format 1
+curve {"step": [1, "x"]}
+curve {"seconds": [1.0]}
+curve {"gpu_utilization": [0.5]}
+code {"triton_launches": "3"}
+code {"generated": false} error
+code {"compiled": 1} has kernels that neither compile nor have an error
+none {"format": 0} has format 0, and this version reads format 1
+"""
+BROKEN = {
+    b"[" * 100_000: "is nested too deep",
+    b"[]": "is no line of results",
+    b"12": "is no line of results",
+}
+BROKEN |= {b"\xff": "'utf-8' codec can't decode byte 0xff", b'{"format": 1, "sw': "Unterminated string"}
+BROKEN |= {b'{"format": 1}': "is missing"}
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"[" * 100_000, "is nested too deep"),
-        (b"[]", "is no line of results"),
-        (b"\xff", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
-        (b'{"format": 1, "sps": NaN}', "has a number that is not finite in sps"),
-        (b'{"format": 1, "sps": 1e999}', "has a number that is not finite in sps"),
-        (b'{"format": 1, "more": {"it": [-Infinity]}}', "has a number that is not finite in more"),
-    ],
-)
-@pytest.mark.parametrize("name", ["results.jsonl", "curves.jsonl"])
-def test_a_line_that_is_none_is_refused_in_one_line(tmp_path, name, content, message):
-    for file in ("results.jsonl", "curves.jsonl"):
-        (tmp_path / file).touch()
-    (tmp_path / name).write_bytes(content + b"\n")
-    with pytest.raises(results.ResultsError) as refused:
-        report.report_folder(tmp_path)
-    assert str(refused.value) == f"{tmp_path / name}, line 1: {message}"
+def wrong_lines():
+    """Kinds, contents of lines that are wrong, and what is to be told of them."""
+    for change in CHANGES.strip().splitlines():
+        kind, values, told = re.fullmatch(r"(\w+) (.+\}) ?(.*)", change).groups()
+        line = json.dumps(KINDS[kind][1])[:-1] + ", " + values[1:]  # the last of two values of a key counts
+        yield kind, line.encode(), told or values.split('"')[1]
+    for content, told in BROKEN.items():
+        yield "run", content, told
 
 
-def test_what_report_cannot_read_is_told_in_one_line(tmp_path):
+@pytest.mark.parametrize(("kind", "content", "told"), wrong_lines())
+def test_a_wrong_line_is_told_in_one_line_or_what_a_write_has_left(tmp_path, kind, content, told):
+    path, (check, right) = tmp_path / "results.jsonl", KINDS[kind]
+    results.replace(path, [right], check)
+    whole = path.read_bytes()
+
+    def refusal(read) -> str:
+        with pytest.raises(results.ResultsError) as refused:
+            read(path, check)
+        assert "\n" not in str(refused.value)
+        return str(refused.value)
+
+    for end in (b"", b"\n"):  # which an editor may leave out
+        path.write_bytes(whole + content + end)
+        assert refusal(results.read).startswith(f"{path}, line 2: ")
+        assert told in refusal(results.read)
+        if "has format" in told:
+            assert told in refusal(results.recover)
+        else:
+            assert results.recover(path, check) == [right]
+    path.write_bytes(whole + content)
+    assert results.read(path, check, growing=True) == [right]
+    path.write_bytes(content + b"\n" + whole)
+    assert refusal(results.recover).startswith(f"{path}, line 1: ")
+    path.write_bytes(whole + b"\n\n")
+    assert results.recover(path, check) == [right]
+
+
+def test_what_report_cannot_read_is_told_in_one_line(tmp_path, monkeypatch):
     (tmp_path / "results.jsonl").mkdir()
     done = subprocess.run([sys.executable, report.__file__, tmp_path], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == f"report.py: error: [Errno 21] Is a directory: '{tmp_path / 'results.jsonl'}'\n"
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"title": "a"}'])
-def test_figures_that_are_none_are_refused(tmp_path, monkeypatch, content):
     monkeypatch.setattr(report, "PUBLISHED", tmp_path)
-    (tmp_path / "tricks.jsonl").write_text(f"{content}\n")
+    (tmp_path / "tricks.jsonl").write_text('{"title": "a"}\n')
     with pytest.raises(results.ResultsError, match="line 1"):
         report.render("<!-- table: tricks tricks.jsonl -->\n<!-- end -->")
+
+
+def test_append_leaves_nothing_behind_where_it_does_not_fit(tmp_path):
+    path, limits = tmp_path / "results.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    results.append(path, {"first": 1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            results.append(path, {"second": "longer than the rest of the disk"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == '{"first": 1}\n'
 
 
 @pytest.mark.parametrize("write", [results.append, lambda path, line: results.replace(path, [line])])

@@ -175,7 +175,7 @@ def test_agents_do_not_depend_on_each_other_nor_on_one_that_is_lost(name, monkey
     for agent in (0, 2):
         assert_equal(of_agent(broken, agent), of_agent(whole, agent))
     assert not of_agent(broken, 1)["critic.fc1.weight"].isfinite().all()
-    reason = "a transition is not finite at 6"
+    reason = "a row is not finite at step 6"
     assert [line for line in told.err.splitlines() if "lost" in line] == [f"seed 2 is lost: {reason}"]
     summary = json.loads(told.out)
     assert summary["lost_seeds"] == {"2": reason}
@@ -233,6 +233,7 @@ def test_an_agent_has_a_folder_and_figures_as_a_run_of_one(trained, tmp_path):
             )
         evaluated = run(name, *evaluate, tmp_path / alone["folder"], "--num-seeds", 1)
         assert evaluated["eval_returns"][0] == pytest.approx(alone["eval_returns"], rel=1e-4)
+    assert all(writer.file_writer is None for writer in together["writers"])  # closed: nothing is left out
     first, second = together["eval_returns"]
     assert first != pytest.approx(second, rel=1e-2)
     summary = together["summary"]
