@@ -1,47 +1,157 @@
 #!/usr/bin/env bash
-# Everything that needs a CUDA device, with no network, in the order of its worth: does each script run in every mode, and how
-# fast (a sweep, with its table); does it compute what it should (the tests marked `gpu`); where does its time go (a profile).
+# All that a CUDA device can tell in ten minutes, with no network, the most telling first:
 #
-#   bash benchmark/gpu_check.sh [SCRIPT ...]      by default sac_continuous_action td3_continuous_action
+#   1. driver, compiler, versions, and whether all is there that the tests import
+#   2. the tests that hold the stand-in for a CUDA graph against real ones
+#   3. a short run of every twin with both flags, all at once, which also fills the compile caches of part 4,
+#      and then with --cudagraphs alone
+#   4. the sweep, each run tried once: both flags, eager, --compile, --cudagraphs, both with TF32
+#   5. profiles of SAC and PPO for Atari
+#   6. tests/test_gpu.py, until the time is over
 #
-# One script after the other, each at most SECONDS_EACH (270) in all: 120 for the sweep, of one seed, cold starts included, 120 for
-# the tests, 30 for the profile. What a part has done before it is cut off is printed as it goes, and kept: the table, results, logs
-# and traces are in FOLDER, by default a new one in sweeps/. A second call with the same FOLDER does the runs that are missing.
-# Exit status: 0 all parts are done and well, 1 some are not. Uses .venv if ./run.sh has made one, else the python3 at hand.
+#   bash benchmark/gpu_check.sh [SCRIPT ...]      by default all eager scripts, whose twins are checked
+#
+# SECONDS_IN_ALL (580) is its time limit. FOLDER, by default a new one in sweeps/, gets results.jsonl, plots,
+# logs and traces; a second call with the same folder does what is missing. PYTHON names an interpreter, else
+# the first that sees CUDA of .venv/bin/python, python3 and python is taken.
+# Exit status: 0 all is well or there is no GPU, 1 a part failed or had no time left, 2 nothing can be run.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-python=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)
 folder=${FOLDER:-sweeps/gpu-$(date +%m%d-%H%M%S)}
-each=${SECONDS_EACH:-270}
-[ $# -gt 0 ] || set -- sac_continuous_action td3_continuous_action
+deadline=$((SECONDS + ${SECONDS_IN_ALL:-580}))
+[ $# -gt 0 ] ||
+  set -- sac_continuous_action td3_continuous_action ppo_continuous_action ppo_atari_envpool dqn
 export PYTHONUNBUFFERED=1
-
-"$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || {
-  echo "gpu_check.sh: skipped, for want of a CUDA device" >&2
-  exit 0
-}
-"$python" -c 'import matplotlib, psutil, pynvml, pytest, submitit, tensordict, typeguard, tyro' || {
-  echo "gpu_check.sh: error: that module of requirements/ is missing" >&2
-  exit 2
-}
 status=0
 
-# part SHARE TITLE COMMAND...: run a command for at most so many 270ths of the script's time, and tell how it ended.
+reasons=""
+for candidate in ${PYTHON:-.venv/bin/python python3 python}; do
+  command -v "$candidate" >/dev/null || continue
+  if reason=$("$candidate" -c 'import torch; torch.zeros(1, device="cuda")' 2>&1); then
+    python=$(realpath --no-symlinks "$(command -v "$candidate")")
+    break
+  fi
+  reasons+="  $candidate: $(tail -n 1 <<<"$reason")"$'\n'
+done
+if [ -z "${python:-}" ] && nvidia-smi --list-gpus 2>/dev/null | grep -q GPU; then
+  echo "gpu_check.sh: error: there is a GPU, and no interpreter sees it:" >&2
+  printf %s "$reasons" >&2
+  exit 2
+elif [ -z "${python:-}" ]; then
+  echo "gpu_check.sh: skipped, for want of a CUDA device" >&2
+  exit 0
+fi
+mkdir -p "$folder" && folder=$(realpath "$folder") || exit 2
+
+# begin MOST KEPT TITLE: set `limit` to at most MOST seconds, so that KEPT are left for the parts after it.
+# Fails where there are none.
+begin() {
+  local left=$((deadline - SECONDS - $2))
+  limit=$(($1 < left ? $1 : left))
+  if [ "$limit" -lt 1 ]; then
+    echo "== $3: no time left"
+    status=1
+    return 1
+  fi
+  echo "== $3, at most $limit s"
+}
+
+# part MOST KEPT TITLE COMMAND...: run a command within its time, and tell how it ended.
 part() {
-  local limit=$((each * $1 / 270)) title=$2 code=0
-  shift 2
-  echo "== $title, at most $limit s"
-  timeout --signal=INT --kill-after=15 "$limit" "$@" || code=$?
-  echo "== $title: exit status $code$([ $code = 124 ] && echo ', cut off')"
+  begin "$1" "$2" "$3" || return
+  local title=$3 code=0
+  shift 3
+  timeout --signal=INT --kill-after=10 "$limit" "$@" || code=$?
+  echo "== $title: exit status $code$([ $code = 124 ] && echo ', cut off'), $SECONDS s in all"
   [ $code = 0 ] || status=1
 }
 
-for name in "$@"; do
-  part 120 "speed of $name" "$python" benchmark/sweep.py --scripts "$name" --seeds 1 \
-    --modes both eager compile cudagraphs twin --folder "$folder"
-  "$python" benchmark/report.py "$folder" # what there is of it
-  part 120 "tests of $name" "$python" -m pytest -m gpu -v -rs -k "$name"
-  part 30 "profile of $name" "$python" benchmark/profile_run.py "${name}_torchcompile" \
-    --trace "$folder/$name-trace.json.gz" --compile --cudagraphs
+# environment NAME: the environment of a script in the sweep.
+environment() {
+  case $1 in
+    ppo_atari*) echo Breakout-v5 ;;
+    dqn) echo CartPole-v1 ;;
+    *) echo HalfCheetah-v4 ;;
+  esac
+}
+
+# with_cache NAME COMMAND...: run it with the compiled code that the sweep has for a twin with both flags.
+with_cache() {
+  local cache
+  cache=$folder/cache/$1-both-$(environment "$1")
+  shift
+  env TORCHINDUCTOR_CACHE_DIR="$cache" TRITON_CACHE_DIR="$cache" "$@"
+}
+
+# short_run NAME FLAGS: some hundred gradient steps of a twin, for at most `limit` seconds.
+short_run() {
+  local name=$1 steps
+  shift
+  case $name in
+    ppo*) steps="--total-timesteps 4096" ;;
+    *) steps="--learning-starts 1000 --total-timesteps 1500" ;;
+  esac
+  # shellcheck disable=SC2086 # they are words
+  with_cache "$name" timeout --signal=INT --kill-after=10 "$limit" \
+    "$python" "leanrl/${name}_torchcompile.py" --env-id "$(environment "$name")" $steps "$@"
+}
+
+# short_runs FLAGS -- NAME...: short runs at the same time; tells of each what it printed.
+short_runs() {
+  local flags=() name code log=$folder/short
+  while [ "$1" != -- ]; do
+    flags+=("$1")
+    shift
+  done
+  shift
+  mkdir -p "$log"
+  for name in "$@"; do
+    {
+      short_run "$name" "${flags[@]}" >"$log/$name.out" 2>"$log/$name.err"
+      echo $? >"$log/$name.status"
+    } &
+  done
+  wait
+  for name in "$@"; do
+    code=$(cat "$log/$name.status")
+    echo "$name ${flags[*]}: exit status $code"
+    tail -n 1 "$log/$name.out"
+    [ "$code" = 0 ] || tail -n 15 "$log/$name.err"
+    [ "$code" = 0 ] || status=1
+  done
+}
+
+part 30 0 "what there is" "$python" - <<'EOF'
+import importlib
+import shutil
+import sysconfig
+from pathlib import Path
+
+import torch
+
+print(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+print("torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN", torch.backends.cudnn.version())
+print("compilers:", *filter(None, map(shutil.which, ("gcc", "g++", "clang"))))
+print("Python.h:", Path(sysconfig.get_path("include"), "Python.h").exists())
+names = "triton tensordict gymnasium mujoco envpool pydantic tyro filelock tqdm tensorboard moviepy"
+for name in [*names.split(), *"matplotlib psutil pynvml pytest submitit typeguard".split()]:
+    module = importlib.import_module(name)
+    print(name, getattr(module, "__version__", ""), end=", ")
+EOF
+[ $status = 0 ] || exit 2
+nvidia-smi --query-gpu=driver_version,name,memory.total --format=csv,noheader
+part 60 0 "graphs of the stand-in and real ones" "$python" -m pytest -q -m gpu tests/test_capture.py
+begin 200 0 "twins with both flags" && short_runs --compile --cudagraphs -- "$@"
+begin 90 0 "twins with --cudagraphs alone" && short_runs --cudagraphs -- "$@"
+for mode in both eager compile cudagraphs tf32; do
+  part 150 90 "speed of $mode" "$python" benchmark/sweep.py --scripts "$@" --seeds 1 --modes "$mode" \
+    --attempts 1 --folder "$folder"
 done
+for name in sac_continuous_action ppo_atari_envpool; do
+  begin 40 30 "profile of $name" && with_cache "$name" timeout --signal=INT --kill-after=10 "$limit" \
+    "$python" benchmark/profile_run.py "${name}_torchcompile" --trace "$folder/$name-trace.json.gz" \
+    --env-id "$(environment "$name")" --compile --cudagraphs || status=1
+done
+part 580 0 "tests on the GPU" "$python" -m pytest -v -rs -m gpu tests/test_gpu.py
+echo "results: $folder/results.jsonl, which as benchmark/results/gpu.jsonl is a table of ./run.sh report"
 exit $status

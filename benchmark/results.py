@@ -17,7 +17,7 @@ from typing import Literal, NotRequired, TypedDict
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 FORMAT = 1  # of both files; grows with every change that an older reader would misread
-Mode = Literal["eager", "twin", "compile", "cudagraphs", "both", "seeds", "seeds_both", "sb3", "sbx"]
+Mode = Literal["eager", "twin", "compile", "cudagraphs", "both", "tf32", "seeds", "seeds_both", "sb3", "sbx"]
 # a list where a run has several agents, in the order of its `seeds`
 Return = float | list[float | None] | None
 

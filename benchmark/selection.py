@@ -15,6 +15,7 @@ MODES = {
     "compile": ("_torchcompile", ("--compile",)),
     "cudagraphs": ("_torchcompile", ("--cudagraphs",)),
     "both": ("_torchcompile", ("--compile", "--cudagraphs")),
+    "tf32": ("_torchcompile", ("--compile", "--cudagraphs", "--matmul-precision=high")),
     # As many agents in a process as that script trains by default, whose seeds count up from that of the run.
     "seeds": ("_seeds", ("--compile",)),
     "seeds_both": ("_seeds", ("--compile", "--cudagraphs")),
@@ -23,7 +24,7 @@ MODES = {
 }
 PEERS = ("sb3", "sbx")
 SEEDS = ("seeds", "seeds_both")
-CUDA_MODES = ("cudagraphs", "both", "seeds_both")
+CUDA_MODES = ("cudagraphs", "both", "tf32", "seeds_both")
 MUJOCO = ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4")
 
 
@@ -117,8 +118,8 @@ class Args:
     scripts: tuple[str, ...] = tuple(TASKS)
     """eager scripts; the other modes run their siblings"""
     modes: tuple[str, ...] | None = None
-    """eager, twin (no flag), compile, cudagraphs, both; of several agents in a process seeds (compile) and
-    seeds_both; with --peers also sb3 and sbx"""
+    """eager, twin (no flag), compile, cudagraphs, both, tf32 (both with --matmul-precision high); of several
+    agents in a process seeds (compile) and seeds_both; with --peers also sb3 and sbx"""
     seeds: tuple[int, ...] | None = None
     """seeds, each a round of all that is compared"""
     env_ids: tuple[str, ...] | None = None
@@ -140,6 +141,8 @@ class Args:
     without, a core"""
     runs_per_gpu: int = 1
     """so many runs at a time on each of these GPUs: small networks leave one idle"""
+    attempts: int = 2
+    """how often a run that fails is tried"""
     time_limit: float | None = None
     """minutes after which a run counts as hanging"""
     cluster: str = "local"
@@ -208,6 +211,7 @@ def check_args(args: Args) -> None:
     least = {
         "workers": 1,
         "runs_per_gpu": 1,
+        "attempts": 1,
         "total_timesteps": 1,
         "time_limit": 0.01,
         "gpus_per_job": 0,

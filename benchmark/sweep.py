@@ -35,7 +35,6 @@ from record import Record, claimed, default_folder, read_outcome
 from selection import PROFILES, Args, Run, check_args, refuse, select, visible_gpus
 
 LEAST_FREE = 64 * 2**20  # bytes: less than what one compiled run writes
-ATTEMPTS = 2
 
 
 class Sweep:
@@ -43,7 +42,7 @@ class Sweep:
 
     def __init__(self, args: Args, runs: list[Run], folder: Path, gpus: list[str]):
         profile = PROFILES[args.profile]
-        self.runs, self.folder, self.peers = runs, folder, args.peers
+        self.runs, self.folder, self.peers, self.most_attempts = runs, folder, args.peers, args.attempts
         self.time_limit = 60 * (args.time_limit or profile.time_limit)
         workers = args.workers or (
             most_workers(gpus) if profile.every_core and args.cluster == "local" else 1
@@ -143,7 +142,7 @@ class Sweep:
             # Status 2 is a bad argument, which would be no better the second time.
             if (
                 outcome["status"] == "failed"
-                and self.attempts[run] < ATTEMPTS
+                and self.attempts[run] < self.most_attempts
                 and outcome["reason"] != "exit status 2"
             ):
                 say(f"once more: {run.name}: {outcome['reason']}")

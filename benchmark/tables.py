@@ -14,6 +14,7 @@ LABELS = {
     "compile": "LeanRL `--compile`",
     "cudagraphs": "LeanRL `--cudagraphs`",
     "both": "LeanRL `--compile --cudagraphs`",
+    "tf32": "LeanRL `--compile --cudagraphs --matmul-precision high`",
     "seeds": "LeanRL seeds, {agents} agents `--compile`",
     "seeds_both": "LeanRL seeds, {agents} agents `--compile --cudagraphs`",
 }
