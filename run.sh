@@ -13,7 +13,7 @@
 #   ./run.sh report [FOLDER]      the table and plots of a sweep; without FOLDER those of README.md and docs/, written anew
 #   ./run.sh python FILE [ARGS]   any other program, such as benchmark/scaling.py
 #
-# Makes .venv and installs what is missing on the first call. PYTHON names another interpreter (3.11 to 3.13). On an AMD
+# Makes .venv and installs what is missing on the first call. PYTHON names another interpreter (3.11 or newer). On an AMD
 # processor all of it runs with MKL's AVX-512 code; MKL_AS_ON_INTEL=0 turns that off (docs/benchmark.md#amd-processors).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -50,8 +50,8 @@ is_installed() {
 install_anew() {
   echo "Installing into $venv (once) ..." >&2
   if [ ! -x "$venv/bin/python" ]; then
-    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null ||
-      die "needs Python 3.11 to 3.13, and $python is not: set PYTHON"
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+      die "needs Python 3.11 or newer, and $python is not: set PYTHON"
     "$python" -m venv "$venv" || {
       rm -rf "$venv"
       die "$python cannot make a virtual environment: its venv module or ensurepip is missing"

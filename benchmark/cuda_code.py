@@ -60,14 +60,21 @@ SCRIPTS = {
     "ppo_continuous_action": (None, ()),  # for one environment it acts in NumPy
     "ppo_continuous_action --num-envs 1024": (None, ("--num-envs", "1024")),
     "ppo_atari_envpool": ("Breakout-v5", ()),
-    "dqn": ("CartPole-v1", ()),
+    "dqn": ("CartPole-v1", ()),  # for up to 64 environments it acts in NumPy
+    "dqn --num-envs 65": ("CartPole-v1", ("--num-envs", "65")),
+    "dqn, bytes": ("envs:BytesChoices-v0", ()),  # of tests/envs.py
 }
+TF32 = ("--matmul-precision", "high")
+SCRIPTS |= {f"{script} {' '.join(TF32)}": (own, TF32) for script, (own, _) in list(SCRIPTS.items())[:5:2]}
 # Many agents in one graph, with replay buffers of which 64 have room on a small machine.
 SCRIPTS |= {
     f"{script} --num-seeds {agents}": (None, ("--num-seeds", str(agents), "--buffer-size", "100000"))
     for script in ("sac_continuous_action_seeds", "td3_continuous_action_seeds")
     for agents in (1, 4, 16, 64)
 }
+# And with one of the default size, which has more than 2^31 numbers.
+LARGE = ("--num-seeds", "64", "--buffer-size", "1000000")
+SCRIPTS[f"sac_continuous_action_seeds {' '.join(LARGE)}"] = (None, LARGE)
 CUDA = torch.device("cuda", 0)
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -176,7 +183,7 @@ def recording_compile(graphs: list[Graph], compile_function: Callable) -> Callab
 
 def graphs_of(script: str, *arguments: str) -> list[Graph]:
     """The graphs of a twin's functions, one for each kind of gradient step, as they are compiled."""
-    name = script.split()[0]
+    name = re.match(r"\w+", script)[0]
     path = LEANRL / (f"{name}.py" if name.endswith("_seeds") else f"{name}_torchcompile.py")
     sys.modules["__main__"] = module = ModuleType("__main__")  # where tyro looks for the texts of --help
     module.__file__ = str(path)
@@ -337,6 +344,7 @@ def told(line: dict) -> str:
 
 def main() -> None:
     args = tyro.cli(Args)
+    sys.path.append(str(ROOT / "tests"))
     check_scripts(args.scripts)
     lines = lines_of_output(args.output, results.check_code)
     made_with = {

@@ -1,7 +1,7 @@
 # /// script
-# requires-python = ">=3.11,<3.14"
+# requires-python = ">=3.11"
 # dependencies = [
-#     "torch>=2.11,<2.14", "gymnasium[classic-control]>=1.4,<1.5", "numpy>=2,<3", "tyro>=1,<2",
+#     "torch>=2.11,<2.16", "gymnasium[classic-control]>=1.4,<1.5", "numpy>=2,<3", "tyro>=1,<2",
 #     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.15",
 # ]
 # ///
@@ -235,15 +235,17 @@ class QNetwork(nn.Module):
 
     def __init__(self, obs_dim: int, num_actions: int, device: torch.device):
         super().__init__()
-        self.fc1 = nn.Linear(obs_dim, 120, device=device)
-        self.fc2 = nn.Linear(120, 84, device=device)
-        self.fc3 = nn.Linear(84, num_actions, device=device)
+        self.network = nn.Sequential(
+            nn.Linear(obs_dim, 120, device=device),
+            nn.ReLU(),
+            nn.Linear(120, 84, device=device),
+            nn.ReLU(),
+            nn.Linear(84, num_actions, device=device),
+        )
 
     def forward(self, obs: Tensor) -> Tensor:
-        x = obs / 255 if obs.dtype == torch.uint8 else obs
-        x = F.relu(self.fc1(x))
-        x = F.relu(self.fc2(x))
-        return self.fc3(x)
+        # The twin acts by `network` alone.
+        return self.network(obs / 255 if obs.dtype == torch.uint8 else obs)
 
 
 def linear_schedule(start_e: float, end_e: float, duration: float, t: int) -> float:

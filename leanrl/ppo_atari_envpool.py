@@ -1,7 +1,7 @@
 # /// script
-# requires-python = ">=3.11,<3.14"
+# requires-python = ">=3.11"
 # dependencies = [
-#     "torch>=2.11,<2.14", "gymnasium>=1.4,<1.5", "envpool==1.2.5", "numpy>=2,<3", "tyro>=1,<2",
+#     "torch>=2.11,<2.16", "gymnasium>=1.4,<1.5", "envpool>=1.2.5,<2", "numpy>=2,<3", "tyro>=1,<2",
 #     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.15",
 # ]
 # ///
@@ -360,27 +360,26 @@ if __name__ == "__main__":
         return advantages[:-1]
 
     def prepare() -> None:
-        """Make of the rollout the batch to learn from: advantages and returns."""
+        """Make of the rollout the batch to learn from: advantages and value targets."""
         with torch.no_grad():
             actions, log_prob, values, rewards, terminated, valid = buffer.unbind(2)
             values = torch.cat([values[:-1], agent(rollout_obs[-1])[1][None]])
             advantages = gae(rewards[:-1], values, terminated[:-1], valid)
             values, valid = values[:-1], valid[:-1]
-            returns = advantages + values
-            columns = [actions[:-1], log_prob[:-1], advantages, returns, values, valid]
+            targets = advantages + values
+            columns = [actions[:-1], log_prob[:-1], advantages, targets, values, valid]
             batch.copy_(torch.stack(columns, dim=2).view(batch_size, -1))
 
-            error = returns - values
+            error = targets - values
             unexplained = masked_mean((error - masked_mean(error, valid)).square(), valid)
-            variance = masked_mean((returns - masked_mean(returns, valid)).square(), valid)
+            variance = masked_mean((targets - masked_mean(targets, valid)).square(), valid)
             record(explained_variance=1 - unexplained / variance.clamp(min=1e-8))
 
     def update(indices: Tensor) -> None:
         """One gradient step on the rows `indices` of the batch, (minibatch_size,)."""
         obs = rollout_obs.view(-1, 84, 84, 4).index_select(0, indices)
-        actions, old_log_prob, advantages, returns, old_values, valid = batch.index_select(0, indices).unbind(
-            1
-        )
+        rows = batch.index_select(0, indices)
+        actions, old_log_prob, advantages, targets, old_values, valid = rows.unbind(1)
         if args.norm_adv:
             centred = advantages - masked_mean(advantages, valid)
             variance = (centred.square() * valid).sum() / (valid.sum() - 1).clamp(min=1)
@@ -393,10 +392,10 @@ if __name__ == "__main__":
         clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
         policy_losses = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)  # PPO, equation 7
         policy_loss = masked_mean(policy_losses, valid)
-        value_errors = (values - returns).square()
+        value_errors = (values - targets).square()
         if args.clip_vloss:
             clipped_values = old_values + (values - old_values).clamp(-args.clip_coef, args.clip_coef)
-            value_errors = torch.maximum(value_errors, (clipped_values - returns).square())
+            value_errors = torch.maximum(value_errors, (clipped_values - targets).square())
         value_loss = 0.5 * masked_mean(value_errors, valid)
         entropy = masked_mean(entropies, valid)
         loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss  # PPO, equation 9

@@ -6,11 +6,13 @@ What Python does between the calls is done once, at capture. So a number, a bran
 tensor that is re-bound later is as stale as on a GPU, and what a capture refuses is refused. How many calls
 warm up, how arguments go in and results come out, and which of them are refused is tensordict's own code.
 
-Not as on a GPU: a tensor that nothing but the graph uses any longer is kept, where a GPU's memory would be
-given to others, and the host's tensors pass for the device's, which tests/traffic.py tells apart.
+A GPU gives the memory of a tensor that nothing but a graph uses any longer to others. So a replay that would
+use such memory is refused. Not as on a GPU: the host's tensors pass for the device's, which tests/traffic.py
+tells apart.
 """
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
@@ -83,10 +85,20 @@ class Graph:
 
     def __init__(self):
         self.calls: list[Call] = []
+        self.outside: list[tuple[torch.UntypedStorage, int]] = []  # with the number of references from here
+
+    def look_outside(self, new: dict[int, torch.UntypedStorage]) -> None:
+        """Note which memory is not the graph's own, and how often the calls refer to it."""
+        tensors = [leaf for leaf in tree_leaves(self.calls) if isinstance(leaf, Tensor)]
+        uses = Counter(tensor.untyped_storage()._cdata for tensor in tensors)
+        outside = [(storage, uses[key] + 1) for key, storage in storages(tensors).items() if key not in new]
+        self.outside = outside
 
     @torch.no_grad()
     def replay(self) -> None:
         """Do the calls again; what was a new tensor at capture is written where it was then."""
+        if any(torch._C._storage_Use_Count(storage._cdata) <= own for storage, own in self.outside):
+            raise CaptureError("a graph uses memory that nothing else does any longer")
         for function, args, kwargs, result in self.calls:
             again = function(*args, **kwargs)
             for place, value in zip(tree_leaves(result), tree_leaves(again), strict=True):
@@ -185,8 +197,10 @@ def captured_on_cpu() -> Iterator[None]:
         if counters["stats"]["unique_graphs"] != compiled:
             raise CaptureError("compiling under capture")
         recorder.undo()
+        graph.look_outside(recorder.new)
         torch.set_rng_state(rng)
 
     names = {"CUDAGraph": Graph, "graph": capture, "Stream": Stream, "current_stream": Stream}
+    names["Event"] = torch.cpu.Event
     with pretended_cuda("cpu"), patch.multiple(torch.cuda, stream=nullcontext, **names):
         yield

@@ -89,7 +89,9 @@ def kept(result: dict) -> dict[str, dict | torch.Tensor]:
     for name, value in result.items():
         if isinstance(value, torch.nn.Parameter):
             found[name] = value.detach()
-        if isinstance(value, torch.nn.Module):
+        if (
+            isinstance(value, torch.nn.Module) and name != "host_network"
+        ):  # whose copy is made before an action
             found[name] = value.state_dict()
         if isinstance(value, torch.optim.Optimizer):
             found[name] = value.state_dict()["state"]

@@ -4,7 +4,9 @@ import importlib.util
 import json
 import math
 import re
+import sysconfig
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 from unittest.mock import patch
@@ -31,6 +33,7 @@ from conftest import (
     text,
 )
 from gymnasium.utils.save_video import capped_cubic_video_schedule
+from pretended import pretended_cuda
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 TD3 = "td3_continuous_action"
@@ -147,12 +150,24 @@ def test_an_error_in_an_environment_of_the_users_own_shows_its_traceback(name):
         run(name, "--env-id", "envs:Talkative-v0")
 
 
-def test_compiling_without_a_compiler_is_refused(tmp_path, monkeypatch, refusal):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
+@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize("missing", ["compiler", "headers"])
+def test_compiling_without_a_compiler_or_the_headers_of_python_is_refused(
+    cuda, missing, tmp_path, monkeypatch, refusal
+):
+    """The former is g++ for code for the CPU, and what compiles Triton's launchers for that of a GPU."""
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    if missing == "compiler":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        header = tmp_path / "Python.h"
+        monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     name = f"{TD3}_torchcompile"
-    line = refusal(name, lambda: play(name, *SHORT[name], "--compile"))
-    assert line == "--compile needs a C++ compiler such as g++, or one that CXX names"
+    with pretended_cuda("cpu") if cuda else nullcontext():
+        line = refusal(name, lambda: play(name, *SHORT[name], "--compile", cuda=cuda))
+    assert line == f"--compile needs a compiler ({'gcc or clang' if cuda else 'g++'}) and {header}"
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])

@@ -26,6 +26,7 @@ from torch.distributions import Normal, TanhTransform, TransformedDistribution
 off_policy = pytest.mark.parametrize("name", OFF_POLICY)
 actor_critic = pytest.mark.parametrize("name", ACTOR_CRITIC)
 discrete = pytest.mark.parametrize("name", DISCRETE)
+NUMPY = DISCRETE[1]  # it acts in NumPy
 both_counts_of_envs = pytest.mark.parametrize("num_envs", [1, 3])
 
 OBS_DIM, ACTION_DIM = 4, 2
@@ -168,14 +169,24 @@ def test_exploration_has_the_right_deviation(name):
     torch.testing.assert_close(noise.std(0), torch.full((ACTION_DIM,), expected), rtol=0.03, atol=0)
 
 
-@discrete
+def in_pytorch(result: dict, obs: Tensor) -> Tensor:
+    """Actions of DQN, drawn by the device."""
+    return result["act"](obs)
+
+
+def in_numpy(result: dict, obs: Tensor) -> Tensor:
+    """Actions of DQN's twin, drawn by the host."""
+    return torch.from_numpy(result["numpy_policy"](obs.numpy()))
+
+
 @pytest.mark.parametrize("epsilon", [0, 0.3, 1])
-def test_so_many_actions_are_random(name, epsilon):
+@pytest.mark.parametrize(("name", "act"), [*zip(DISCRETE, [in_pytorch] * 2, strict=True), (NUMPY, in_numpy)])
+def test_so_many_actions_are_random(name, act, epsilon):
     result, obs = fresh(name), torch.randn(1, OBS_DIM)
     result["epsilon"].fill_(epsilon)
     best = result["best_action"](obs[0].numpy()) - 5
     assert best == result["q_network"](obs).argmax()
-    actions, expected = result["act"](obs.expand(20_000, -1)), torch.full((3,), epsilon / 3)
+    actions, expected = act(result, obs.expand(20_000, -1)), torch.full((3,), epsilon / 3)
     expected[best] += 1 - epsilon
     frequencies, close = actions.bincount(minlength=3) / 20_000, 0.02 if epsilon else 0
     torch.testing.assert_close(frequencies, expected, rtol=0, atol=close)
@@ -187,10 +198,54 @@ def test_so_many_actions_are_random(name, epsilon):
 @discrete
 def test_the_share_of_random_actions_falls_while_it_runs(name):
     """By what the policy finds in the tensor, before and after learning starts."""
-    policy = "explores = torch.rand_like("
+    policy = "explores = torch.rand(" if name == NUMPY else "explores = torch.rand_like("
     with changed(name, policy, f'globals().setdefault("shares", []).append(epsilon.item()); {policy}'):
         result = fresh(name, 1, "--start-e", 0.9, "--end-e", 0.1, "--exploration-fraction", 0.5)
     assert result["shares"] == pytest.approx([max(0.9 - 0.8 * step / 21, 0.1) for step in range(42)])
+
+
+def test_a_policy_in_numpy_is_the_network_after_each_gradient_step(capfd):
+    compare = 'globals().setdefault("equal", []).append(torch.equal(host_params, flat_network.params))'
+    with changed(NUMPY, "actions = policy(obs)", f"{compare}; actions = policy(obs)"):
+        result = fresh(NUMPY, 3)
+    assert result["policy"] is result["numpy_policy"]
+    assert "acting in PyTorch" not in capfd.readouterr().err
+    assert len(result["equal"]) == 14 and all(result["equal"])
+    for param in result["host_network"].parameters():  # biases that matter, and outputs of some size
+        param.normal_()
+    result["epsilon"].fill_(0)
+    obs = torch.randn(100, OBS_DIM)
+    assert torch.equal(in_numpy(result, obs), result["host_network"](obs).argmax(dim=1))
+
+
+OTHER_LAYERS = {
+    "another activation": ("nn.ReLU(),", "nn.Tanh(),"),
+    "a layer without bias": ("nn.Linear(120, 84, ", "nn.Linear(120, 84, bias=False, "),
+    "a layer of one's own": ("nn.ReLU(),", "type('Own', (nn.ReLU,), {})(),"),
+    "another head": (
+        "\n    def forward(self, obs: Tensor) -> Tensor:\n"
+        "        # The twin acts by `network` alone.\n        return ",
+        "        self.value = nn.Linear(obs_dim, 1)\n\n"
+        "    def forward(self, obs: Tensor) -> Tensor:\n        return self.value(obs) + ",
+    ),
+}
+
+
+@pytest.mark.parametrize("layers", OTHER_LAYERS)
+def test_a_network_that_numpy_does_not_know_acts_in_pytorch(layers, capfd):
+    results = []
+    for name in DISCRETE:
+        with changed(name, *OTHER_LAYERS[layers]):
+            results.append(fresh(name))
+    assert capfd.readouterr().err.count("acting in PyTorch") == 1
+    assert_same_numbers(*results, atol=1e-3)
+
+
+@pytest.mark.parametrize(("num_envs", "kind"), [(65, "Scripted"), (1, "Bytes")])
+def test_many_environments_and_bytes_act_in_pytorch(num_envs, kind, capfd):
+    args = ("--buffer-size", 130, "--total-timesteps", 195)
+    assert fresh(NUMPY, num_envs, *args, kind=kind)["policy"].__name__ == "torch_policy"
+    assert capfd.readouterr().err.count("acting in PyTorch") == 1
 
 
 # ---- How many gradient steps -------------------------------------------------------------------------------
@@ -403,10 +458,10 @@ def test_sampling_is_uniform_among_the_rows_in_use(name):
     draws, rows = 4000, 100
     result = fresh(name, 1, "--batch-size", draws, "--buffer-size", draws, "--learning-starts", 38)
     network = result["q_network" if name in DISCRETE else "critic"]
-    for param in network.parameters():
+    for key, param in network.named_parameters():
         param.data.fill_(0)
-    for layer in (network.fc1, network.fc2, network.fc3):
-        layer.weight.data[..., 0, 0] = 1
+        if key.endswith("weight"):
+            param.data[..., 0, 0] = 1
     result["buffer"].fill_(0)[:, 3 if name in DISCRETE else 0] = torch.arange(draws)
     result["size"].fill_(rows)
     result["update"](*STEPS[name[:3]][0])

@@ -67,7 +67,7 @@ def test_copies_and_waits_are_those_of_the_table(command):
     assert row(command) == table()[command]
 
 
-TD3, PPO = "td3_continuous_action_torchcompile", "ppo_continuous_action_torchcompile"
+SAC, TD3, PPO = (f"{name}_continuous_action_torchcompile" for name in ("sac", "td3", "ppo"))
 NOISE, UPDATE = "torch.randn_like(mean)", '"""One gradient step on a new batch."""'
 BOTH = "tensors of the host and of the device"
 # What is said about statements in a gradient step.
@@ -93,6 +93,10 @@ FAULTS += [
         "changed with a copy of it under way",
     ),
 ]
+FAULTS += [
+    (SAC, "            actions_arrived.synchronize()", "            pass", "nan"),
+    (SAC, "                actions_arrived.record()", "                pass", "nan"),
+]
 # Statements of the loop, which may copy and wait, and what is counted too often.
 TOO_OFTEN = {
     'losses["qf1_loss"].item()': ("wait", "to the host"),
@@ -103,8 +107,15 @@ TOO_OFTEN = {
 
 @pytest.mark.parametrize(("name", "passage", "other", "message"), FAULTS)
 def test_what_does_not_belong_is_told(name, passage, other, message):
-    with changed(name, passage, other), pytest.raises(TrafficError, match=message):
+    with changed(name, passage, other), pytest.raises((TrafficError, AssertionError), match=message):
         count(name)
+
+
+@pytest.mark.parametrize("name", [SAC, TD3, *SEEDS])
+def test_gradient_steps_are_launched_while_actions_are_on_their_way(name):
+    for step in count(name):
+        # All but the policy and the row that is stored.
+        assert step["operation"] - 50 < step["operation meanwhile"] < step["operation"]
 
 
 @pytest.mark.parametrize("statement", TOO_OFTEN)

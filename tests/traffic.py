@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from types import FrameType
 from unittest.mock import patch
@@ -54,6 +55,7 @@ class Traffic(TorchDispatchMode):
         self.steps: list[Counter[str]] = []  # what was counted by each step of the environments
         # What the host has sent without waiting, and its content then.
         self.under_way: list[tuple[Tensor, Tensor]] = []
+        self.arriving: list[Tensor] = []  # what the host has fetched without waiting: NaN before it has
 
     def between_steps(self) -> list[Counter[str]]:
         """What was counted from each step of the environments to the next one."""
@@ -69,6 +71,8 @@ class Traffic(TorchDispatchMode):
             if not all(torch.equal(source, sent) for source, sent in self.under_way):
                 self.fail("memory of the host changed with a copy of it under way until here")
             self.under_way.clear()
+            while self.arriving:
+                self.arriving.pop().zero_()
         frames = list(script_frames())
         if found := CAPTURED & {frame.f_code.co_name for frame in frames}:
             self.fail(f"{' and '.join(events)} in {found.pop()}")
@@ -93,7 +97,11 @@ class Traffic(TorchDispatchMode):
         ):
             dtype = kwargs.get("dtype") or args[0].dtype
             result = torch.zeros(args[0].shape, dtype=dtype, device=kwargs["device"])
-            self._copied(result, args[0], kwargs.get("non_blocking", False))
+            if args[0].is_meta and kwargs.get("non_blocking"):  # to memory that PyTorch pins
+                self.note("to the host")
+                self.arriving.append(result.fill_(torch.nan))
+            else:
+                self._copied(result, args[0], kwargs.get("non_blocking", False))
             return result
         if function is aten._local_scalar_dense.default:
             self.note("to the host", "wait")
@@ -107,16 +115,33 @@ class Traffic(TorchDispatchMode):
             self.note("number of the host")
         aliases = [result.alias_info for result in function._schema.returns]
         view = aliases and all(alias and not alias.is_write for alias in aliases)
-        self.counts["operation"] += not view and function.overloadpacket not in NO_KERNEL
+        if not view and function.overloadpacket not in NO_KERNEL:
+            self.counts.update(["operation", *["operation meanwhile"] * bool(self.arriving)])
         return function(*args, **kwargs)
 
     def _copied(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> None:
-        # The host waits for what it copies, unless told otherwise, and for what comes from the device in any
-        # case: nothing here is pinned.
+        # The host waits for what it copies, unless told otherwise, and for what comes from the device to
+        # memory of its own in any case: that is not pinned.
         sent = target.is_meta and non_blocking
         self.note("to the device" if target.is_meta else "to the host", *["wait"] * (not sent))
         if sent:
             self.under_way.append((source, source.clone()))
+
+
+class Event:
+    """In place of `torch.cuda.Event`: whoever waits for one that was recorded waits for all before it."""
+
+    def __init__(self, traffic: Traffic):
+        self.traffic, self.recorded = traffic, False
+
+    def record(self) -> None:
+        """Note that there is something to wait for."""
+        self.recorded = True
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        if self.recorded:
+            self.traffic.note("wait")
 
 
 @contextmanager
@@ -134,6 +159,7 @@ def counted_traffic() -> Iterator[Traffic]:
     with (
         patch.object(SyncVectorEnv, "step", counted(SyncVectorEnv.step)),
         patch.object(ScriptedGames, "step", counted(ScriptedGames.step)),
+        patch("torch.cuda.Event", partial(Event, traffic)),
         pretended_cuda("meta", synchronize=lambda: traffic.note("wait")),
         traffic,
     ):
