@@ -29,7 +29,7 @@ SECTIONS = ["Arguments", RUN, "Environment", "Networks", "Setup", "Algorithm", "
 # A file with what it is a sibling of.
 SIBLINGS = dict(zip(TWINS, SCRIPTS, strict=True))
 SIBLINGS |= {name: name.replace("_seeds", "_torchcompile") for name in SEEDS}
-# The most lines of an eager script; a twin may have 88 more, DQN's ten more for its policy in NumPy, and its
+# The most lines of an eager script; a twin may have 90 more, DQN's ten more for its policy in NumPy, and its
 # sibling for many seeds 116 more.
 CEILINGS = {"sac": 480, "td3": 460, "dqn": 440, "ppo_continuous": 540, "ppo_atari": 510}
 # Modules of the standard library that an operating system lacks.
@@ -132,7 +132,7 @@ def test_the_diff_is_short(name):
 @pytest.mark.parametrize("name", FILES)
 def test_a_script_is_read_in_one_sitting_and_its_loop_on_one_screen(name):
     [ceiling] = [lines for script, lines in CEILINGS.items() if name.startswith(script)]
-    ceiling += 88 * (name not in SCRIPTS) + 116 * (name in SEEDS) + 10 * (name == "dqn_torchcompile")
+    ceiling += 90 * (name not in SCRIPTS) + 116 * (name in SEEDS) + 10 * (name == "dqn_torchcompile")
     assert len(text(name).splitlines()) <= ceiling
     assert max(map(len, text(name).splitlines())) <= 110
     assert len(sections(name)[RUN].strip().splitlines()) < 100  # and its title
