@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
-# The one door to LeanRL.
+# The entry point to LeanRL.
 #
-#   ./run.sh [ARGS]               the benchmark: in a few minutes every script, eager and compiled, with a table of their speed
-#                                 and plots; ARGS go to benchmark/sweep.py, such as --profile speed
+#   ./run.sh [ARGS]               the benchmark: in a few minutes every script, eager and compiled, with a
+#                                 table and plots; ARGS are those of `sweep`, such as --profile speed
 #   ./run.sh sweep --help         all options of the benchmark
-#   ./run.sh train NAME [ARGS]    train, e.g. ./run.sh train sac_continuous_action_torchcompile --compile; --help lists the
-#                                 options. Relative paths are those of this folder: it logs into runs/ here
-#   ./run.sh profile NAME [ARGS]  train until a profile has been taken, and print where the time of a step goes; the trace is
-#                                 the file --trace FILE, by default a new one in profiles/; other ARGS are those of train
+#   ./run.sh train NAME [ARGS]    train, e.g. ./run.sh train sac_continuous_action_torchcompile --compile;
+#                                 --help lists the options. It logs into runs/ of this folder
+#   ./run.sh profile NAME [ARGS]  train until a profile has been taken, and print where the time of a step
+#                                 goes; the trace is --trace FILE, by default a new one in profiles/
 #   ./run.sh test [ARGS]          run the tests; ARGS go to pytest
-#   ./run.sh peers [ARGS]         the benchmark beside Stable-Baselines3 and SBX; ARGS go to benchmark/sweep.py
-#   ./run.sh report [FOLDER]      the table and plots of a sweep; without FOLDER those of README.md and docs/, written anew
-#   ./run.sh python FILE [ARGS]   any other program, such as benchmark/scaling.py
+#   ./run.sh peers [ARGS]         the benchmark beside CleanRL, Stable-Baselines3 and SBX; ARGS as for sweep
+#   ./run.sh report [FOLDER]      the table and plots of a sweep; without FOLDER those of README.md and docs/
+#   ./run.sh python [ARGS]        Python itself, for any other program, such as -m benchmark.studies.scaling
 #
-# Makes .venv and installs what is missing on the first call. PYTHON names another interpreter (3.11 or newer). On an AMD
-# processor all of it runs with MKL's AVX-512 code; MKL_AS_ON_INTEL=0 turns that off (docs/benchmark.md#amd-processors).
+# Makes .venv and installs what is missing on the first call. PYTHON names another interpreter (3.11 or
+# newer). On an AMD processor all of it runs with MKL's AVX-512 code, which MKL_AS_ON_INTEL=0 turns off
+# (docs/benchmark.md#amd-processors).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -27,8 +28,8 @@ usage() {
   sed -n '/^#!/d; /^[^#]/q; s/^# \{0,1\}//p' run.sh
 }
 
-# install VENV REQUIREMENTS...: make VENV if there is none, and install unless these very requirements are there already. Of
-# two first calls at once one waits for the other, where there is flock (macOS has none).
+# install VENV REQUIREMENTS...: make VENV if there is none, and install unless these very requirements are
+# there already. Of two first calls at once one waits for the other, where there is flock (macOS has none).
 install() {
   local venv=$1 python=${PYTHON:-python3} wanted
   shift
@@ -61,18 +62,23 @@ install_anew() {
   echo "$wanted" >"$venv/requirements.cksum"
 }
 
-# MKL, which multiplies matrices for PyTorch, keeps to AVX2 on AMD's processors, unless a function that is found before its own
-# tells it that they are Intel's. MKL_AS_ON_INTEL=0 leaves it to itself.
+# MKL, which multiplies matrices for PyTorch, keeps to AVX2 on AMD's processors, unless a function that is
+# found before its own tells it that they are Intel's. MKL_AS_ON_INTEL=0 leaves it to itself.
 mkl_as_on_intel() {
   local library=$PWD/.venv/lib/mkl_as_on_intel.so function='int mkl_serv_intel_cpu_true(void) { return 1; }'
   grep -qs AuthenticAMD /proc/cpuinfo && [ "${MKL_AS_ON_INTEL:-1}" != 0 ] || return 0
   if [[ $library == *[[:space:]:]* ]]; then # which end a name in LD_PRELOAD
     echo "MKL keeps to AVX2 in a folder with a space or a colon in its path" >&2
-  elif [ -s "$library" ] || { ${CC:-cc} -shared -fPIC -x c -o "$library.$$" - <<<"$function" && mv "$library.$$" "$library"; } 2>/dev/null; then
+  elif [ -s "$library" ] || make_library "$library" "$function"; then
     export LD_PRELOAD=$library${LD_PRELOAD:+:$LD_PRELOAD}
+    echo "MKL runs its AVX-512 code on this AMD processor; MKL_AS_ON_INTEL=0 turns that off" >&2
   else
     echo "MKL keeps to AVX2: there is no C compiler (cc), or .venv cannot be written to" >&2
   fi
+}
+
+make_library() {
+  ${CC:-cc} -shared -fPIC -x c -o "$1.$$" - <<<"$2" 2>/dev/null && mv "$1.$$" "$1"
 }
 
 main() {
@@ -89,7 +95,7 @@ command=${1:-sweep}
 [ $# -gt 0 ] && shift
 case $command in
   sweep)
-    main benchmark/sweep.py "$@"
+    main -m benchmark.sweep "$@"
     ;;
   train | profile)
     name=${1:-}
@@ -97,7 +103,7 @@ case $command in
       die "$command takes one of: $(cd leanrl && echo *.py | sed 's/\.py//g'), got ${name:-nothing}"
     shift
     [ "$command" = train ] && main "leanrl/$name.py" "$@"
-    main benchmark/profile_run.py "$name" "$@"
+    main -m benchmark.profile_run "$name" "$@"
     ;;
   test)
     # Two at a time, on one thread each (tests/conftest.py).
@@ -105,10 +111,12 @@ case $command in
     ;;
   peers)
     install .venv-peers requirements/peers.txt
-    main benchmark/sweep.py --peers .venv-peers/bin/python "$@"
+    .venv-peers/bin/python -c 'import cleanrl' 2>/dev/null ||
+      .venv-peers/bin/python -m pip install --quiet --no-deps --ignore-requires-python cleanrl==1.2.0 >&2
+    main -m benchmark.sweep --peers .venv-peers/bin/python "$@"
     ;;
   report)
-    main benchmark/report.py "$@"
+    main -m benchmark.report "$@"
     ;;
   python)
     main "$@"

@@ -134,7 +134,7 @@ print("torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN", torch.bac
 print("compilers:", *filter(None, map(shutil.which, ("gcc", "g++", "clang"))))
 print("Python.h:", Path(sysconfig.get_path("include"), "Python.h").exists())
 names = "triton tensordict gymnasium mujoco envpool pydantic tyro filelock tqdm tensorboard moviepy"
-for name in [*names.split(), *"matplotlib psutil pynvml pytest submitit typeguard".split()]:
+for name in [*names.split(), *"matplotlib psutil pynvml pytest submitit".split()]:
     module = importlib.import_module(name)
     print(name, getattr(module, "__version__", ""), end=", ")
 EOF
@@ -144,12 +144,12 @@ part 60 0 "graphs of the stand-in and real ones" "$python" -m pytest -q -m gpu t
 begin 200 0 "twins with both flags" && short_runs --compile --cudagraphs -- "$@"
 begin 90 0 "twins with --cudagraphs alone" && short_runs --cudagraphs -- "$@"
 for mode in both eager compile cudagraphs tf32; do
-  part 150 90 "speed of $mode" "$python" benchmark/sweep.py --scripts "$@" --seeds 1 --modes "$mode" \
+  part 150 90 "speed of $mode" "$python" -m benchmark.sweep --scripts "$@" --seeds 1 --modes "$mode" \
     --attempts 1 --folder "$folder"
 done
 for name in sac_continuous_action ppo_atari_envpool; do
   begin 40 30 "profile of $name" && with_cache "$name" timeout --signal=INT --kill-after=10 "$limit" \
-    "$python" benchmark/profile_run.py "${name}_torchcompile" --trace "$folder/$name-trace.json.gz" \
+    "$python" -m benchmark.profile_run "${name}_torchcompile" --trace "$folder/$name-trace.json.gz" \
     --env-id "$(environment "$name")" --compile --cudagraphs || status=1
 done
 part 580 0 "tests on the GPU" "$python" -m pytest -v -rs -m gpu tests/test_gpu.py

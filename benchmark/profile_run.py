@@ -1,6 +1,6 @@
 """Profile a script after its warm-up: where the time of a step goes, and which operators and kernels take it.
 
-    python benchmark/profile_run.py NAME [--trace FILE] [ARGS]        what ./run.sh profile calls
+    python -m benchmark.profile_run NAME [--trace FILE] [ARGS]        what ./run.sh profile calls
 
 Runs leanrl/NAME.py with ARGS, eager, compiled or captured, until 50 steps of its environments are profiled,
 ten after learning starts (PPO: the second rollout and what is learnt from the first), and ends it. Prints
@@ -23,9 +23,11 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
-from common import LEANRL, refuse
 from torch.autograd import DeviceType
 from torch.profiler import record_function
+
+from benchmark import LEANRL
+from benchmark.terminal import refuse
 
 STEPS = 50  # of a script that learns in each step; of PPO, a rollout
 STEP = "ProfilerStep*"  # how the profiler names a step

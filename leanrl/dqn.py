@@ -226,7 +226,8 @@ def make_env(args: Args, videos: Path | None = None) -> gym.Env:
         refuse(f"--env-id takes Box observations and Discrete actions, not {obs} and {actions}")
     if videos:
         env = gym.wrappers.RecordVideo(env, str(videos), disable_logger=True)
-    return gym.wrappers.RecordEpisodeStatistics(gym.wrappers.FlattenObservation(env))
+    env = env if len(obs.shape) == 1 else gym.wrappers.FlattenObservation(env)  # 1 of the 120 us of a step
+    return gym.wrappers.RecordEpisodeStatistics(env)
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -235,17 +236,15 @@ class QNetwork(nn.Module):
 
     def __init__(self, obs_dim: int, num_actions: int, device: torch.device):
         super().__init__()
-        self.network = nn.Sequential(
-            nn.Linear(obs_dim, 120, device=device),
-            nn.ReLU(),
-            nn.Linear(120, 84, device=device),
-            nn.ReLU(),
-            nn.Linear(84, num_actions, device=device),
-        )
+        self.fc1 = nn.Linear(obs_dim, 120, device=device)
+        self.fc2 = nn.Linear(120, 84, device=device)
+        self.fc3 = nn.Linear(84, num_actions, device=device)
 
     def forward(self, obs: Tensor) -> Tensor:
-        # The twin acts by `network` alone.
-        return self.network(obs / 255 if obs.dtype == torch.uint8 else obs)
+        x = obs / 255 if obs.dtype == torch.uint8 else obs
+        x = F.relu(self.fc1(x))
+        x = F.relu(self.fc2(x))
+        return self.fc3(x)
 
 
 def linear_schedule(start_e: float, end_e: float, duration: float, t: int) -> float:

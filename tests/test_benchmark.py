@@ -16,22 +16,18 @@ from types import SimpleNamespace
 from typing import get_args
 from unittest.mock import patch
 
-import common
-import cuda_code
-import job
-import plots
-import profile_run
 import pytest
-import report
-import results
-import scaling
-import selection
-import settings
-import tables
 import torch
 from conftest import ROOT, SHORT, make_commit, scripted_world
 from envs import ScriptedGames
 from torch.autograd import DeviceType
+
+from benchmark import LEANRL, machine, profile_run, terminal
+from benchmark.report import __main__ as report
+from benchmark.report import plots, results, tables
+from benchmark.studies import compile_settings as settings
+from benchmark.studies import cuda_code, scaling
+from benchmark.sweep import curve, process, runs
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -72,7 +68,7 @@ def test_speed_table_gives_median_range_and_ratios():
 
 
 def test_modes_are_the_same_everywhere():
-    assert set(selection.MODES) == set(tables.LABELS) == set(get_args(results.Mode))
+    assert set(runs.MODES) == set(tables.LABELS) == set(get_args(results.Mode))
 
 
 def test_machines_are_never_mixed():
@@ -158,9 +154,9 @@ run {"status": "fine"}
 run {"mode": "fast"}
 run {"hardware": {"cpu": "A CPU"}}
 run {"sps": "fast"}
-run {"sps": NaN} has a number that is not finite in sps
-run {"sps": 1e999} has a number that is not finite in sps
-run {"more": {"it": [-Infinity]}} has a number that is not finite in more
+run {"sps": NaN} has a number that is not finite
+run {"sps": 1e999} has a number that is not finite
+run {"more": {"it": [-Infinity]}} has a number that is not finite
 run {"episodic_return": [1.0, "high"]}
 run {"seeds": 4}
 run {"lost_seeds": [2]}
@@ -177,12 +173,12 @@ code {"compiled": 1} has kernels that neither compile nor have an error
 none {"format": 0} has format 0, and this version reads format 1
 """
 BROKEN = {
-    b"[" * 100_000: "is nested too deep",
+    b"[" * 100_000: "recursion",
     b"[]": "is no line of results",
     b"12": "is no line of results",
 }
 BROKEN |= {b"\xff": "'utf-8' codec can't decode byte 0xff", b'{"format": 1, "sw': "Unterminated string"}
-BROKEN |= {b'{"format": 1}': "is missing"}
+BROKEN |= {b'{"format": 1}': "required"}
 
 
 def wrong_lines():
@@ -200,50 +196,26 @@ def test_a_wrong_line_is_told_in_one_line_or_what_a_write_has_left(tmp_path, kin
     path, (check, right) = tmp_path / "results.jsonl", KINDS[kind]
     results.replace(path, [right], check)
     whole = path.read_bytes()
-
-    def refusal(read) -> str:
-        with pytest.raises(results.ResultsError) as refused:
-            read(path, check)
-        assert "\n" not in str(refused.value)
-        return str(refused.value)
-
     for end in (b"", b"\n"):  # which an editor may leave out
         path.write_bytes(whole + content + end)
-        assert refusal(results.read).startswith(f"{path}, line 2: ")
-        assert told in refusal(results.read)
-        if "has format" in told:
-            assert told in refusal(results.recover)
-        else:
-            assert results.recover(path, check) == [right]
+        with pytest.raises(results.ResultsError) as refused:
+            results.read(path, check)
+        message = str(refused.value)
+        assert message.startswith(f"{path}, line 2: ") and told in message and "\n" not in message
     path.write_bytes(whole + content)
     assert results.read(path, check, growing=True) == [right]
-    path.write_bytes(content + b"\n" + whole)
-    assert refusal(results.recover).startswith(f"{path}, line 1: ")
-    path.write_bytes(whole + b"\n\n")
-    assert results.recover(path, check) == [right]
 
 
 def test_what_report_cannot_read_is_told_in_one_line(tmp_path, monkeypatch):
     (tmp_path / "results.jsonl").mkdir()
-    done = subprocess.run([sys.executable, report.__file__, tmp_path], capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmark.report", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == f"report.py: error: [Errno 21] Is a directory: '{tmp_path / 'results.jsonl'}'\n"
-    monkeypatch.setattr(report, "PUBLISHED", tmp_path)
+    assert done.stderr == f"report: error: [Errno 21] Is a directory: '{tmp_path / 'results.jsonl'}'\n"
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
     (tmp_path / "tricks.jsonl").write_text('{"title": "a"}\n')
     with pytest.raises(results.ResultsError, match="line 1"):
         report.render("<!-- table: tricks tricks.jsonl -->\n<!-- end -->")
-
-
-def test_append_leaves_nothing_behind_where_it_does_not_fit(tmp_path):
-    path, limits = tmp_path / "results.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
-    results.append(path, {"first": 1})
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
-    try:
-        with pytest.raises(OSError):
-            results.append(path, {"second": "longer than the rest of the disk"})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_text() == '{"first": 1}\n'
 
 
 @pytest.mark.parametrize("write", [results.append, lambda path, line: results.replace(path, [line])])
@@ -259,9 +231,9 @@ def test_what_cannot_be_an_output_is_refused_before_anything_is_measured(name, c
     if content:
         (tmp_path / name).write_text(content)
     with pytest.raises(SystemExit, match="2"):
-        common.lines_of_output(tmp_path / name, results.check_scaling)
+        terminal.lines_of_output(tmp_path / name, results.check_scaling)
     assert ": error: --output takes a file" in capsys.readouterr().err
-    assert common.lines_of_output(tmp_path / "new.jsonl", results.check_scaling) == []
+    assert terminal.lines_of_output(tmp_path / "new.jsonl", results.check_scaling) == []
 
 
 # ---- Changed and compiled copies of the scripts ------------------------------------------------------------
@@ -270,16 +242,6 @@ def test_a_setting_finds_what_it_changes_in_the_twins(name):
     changed = [script for script in settings.SCRIPTS if settings.applies(script, settings.SETTINGS[name])]
     in_halves = ["sac_continuous_action", "td3_continuous_action"]
     assert changed == (in_halves if name == "one graph a gradient step" else list(settings.SCRIPTS))
-
-
-@pytest.mark.parametrize("script", scaling.DEFAULTS)
-def test_a_width_is_changed_in_the_networks_and_nowhere_else(script):
-    width = scaling.DEFAULTS[script]["width"]
-    before = (common.LEANRL / f"{script}_torchcompile.py").read_text().splitlines()
-    pairs = list(zip(before, scaling.widened(script, 333).splitlines(), strict=True))
-    changed = [old for old, new in pairs if old != new]
-    assert changed and all("Linear(" in old and re.search(rf"\b{width}\b", old) for old in changed)
-    assert not [new for _, new in pairs if "Linear(" in new and re.search(rf"\b{width}\b", new)]
 
 
 def test_where_nothing_is_preloaded_leaving_it_out_is_no_setting(monkeypatch):
@@ -329,7 +291,7 @@ def test_each_kind_of_gradient_step_is_a_graph(monkeypatch, script):
 
 def test_without_a_build_for_cuda_there_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(common, "PROGRAM", "cuda_code.py")
+    monkeypatch.setattr(terminal, "PROGRAM", "cuda_code.py")
     monkeypatch.setattr(sys, "argv", ["cuda_code.py"])
     with pytest.raises(SystemExit, match="2"):
         cuda_code.main()
@@ -357,8 +319,8 @@ DRIVER |= {"nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(used=3 * 2**20)}
 
 @pytest.mark.parametrize("visible", [None, "0", "0,1", "GPU-1", "1", "GPU-2", ""])
 def test_gpu_samples_become_an_area_and_a_peak(monkeypatch, visible):
-    monkeypatch.setattr(job, "pynvml", SimpleNamespace(**DRIVER))
-    sampler = job.GpuSampler(visible)
+    monkeypatch.setattr(process, "pynvml", SimpleNamespace(**DRIVER))
+    sampler = process.GpuSampler(visible)
     for second in range(5):
         sampler.sample()
         sampler.seconds[-1:] = [float(second)] if sampler.seconds else []
@@ -372,23 +334,23 @@ def test_gpu_samples_become_an_area_and_a_peak(monkeypatch, visible):
 
 
 def test_groups_end_with_their_last_value_and_average_the_other_column():
-    ends, means = job.grouped(list(range(1, 1001)), list(range(1000)))
+    ends, means = curve.grouped(list(range(1, 1001)), list(range(1000)))
     assert (len(ends), ends[0], ends[-1]) == (100, 10, 1000)
     assert (means[0], means[-1]) == (4.5, 994.5)
-    assert [column.tolist() for column in job.grouped([3], [7.0])] == [[3], [7.0]]
-    assert [column.tolist() for column in job.grouped([], [])] == [[], []]
+    assert [column.tolist() for column in curve.grouped([3], [7.0])] == [[3], [7.0]]
+    assert [column.tolist() for column in curve.grouped([], [])] == [[], []]
 
 
 def test_the_end_of_a_log_has_the_last_state_of_a_progress_bar(tmp_path):
     log = tmp_path / "log.txt"
     log.write_bytes(b"first\n  0%|\r 50%|\r100%|\nTraceback\r\n")
-    assert job.last_lines(log).splitlines() == ["first", "100%|", "Traceback"]
+    assert process.last_lines(log).splitlines() == ["first", "100%|", "Traceback"]
 
 
 @pytest.mark.parametrize("printed", ["", "no JSON", "[" * 100_000, "[1]", '{"sps": 1}\n...'])
 def test_a_run_that_ends_with_anything_but_an_object_has_printed_no_summary(printed, tmp_path):
     (tmp_path / "stdout.txt").write_text(printed)
-    assert job.judge(0, tmp_path / "stdout.txt") == ("printed no summary", {})
+    assert process.failure(0, machine.summary_of(tmp_path / "stdout.txt")) == "printed no summary"
 
 
 EPYC = "cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\nstepping\t: 1\n"
@@ -401,7 +363,7 @@ PROCESSORS += [("processor\t: 0\nBogoMIPS\t: 50.00\n", platform.processor())]
 
 @pytest.mark.parametrize(("cpuinfo", "expected"), PROCESSORS)
 def test_a_processor_whose_name_says_little_is_told_by_its_family(cpuinfo, expected):
-    assert job.processor(cpuinfo) == expected
+    assert machine.processor(cpuinfo) == expected
 
 
 def test_what_a_run_is_made_with_is_asked_of_its_own_interpreter(tmp_path):
@@ -413,7 +375,7 @@ def test_what_a_run_is_made_with_is_asked_of_its_own_interpreter(tmp_path):
         information.parent.mkdir(parents=True)
         information.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     env = os.environ | {"PYTHONPATH": str(tmp_path / "packages")}
-    about = job.provenance((sys.executable, str(tmp_path / "script.py"), "--seed=1"), env, "A GPU")
+    about = machine.provenance((sys.executable, str(tmp_path / "script.py"), "--seed=1"), env, "A GPU")
     expected = {"python": platform.python_version(), "torch": metadata.version("torch"), **own}
     assert about["versions"].items() >= expected.items()
     assert "stable-baselines3" not in about["versions"]
@@ -421,7 +383,7 @@ def test_what_a_run_is_made_with_is_asked_of_its_own_interpreter(tmp_path):
     assert (about["hardware"]["cores"], about["hardware"]["gpu"]) == (len(os.sched_getaffinity(0)), "A GPU")
     assert about["git_commit"] == head
     (tmp_path / "script.py").write_text("changed = True")
-    assert job.commit(tmp_path) == f"{head}-dirty"
+    assert machine.commit(tmp_path) == f"{head}-dirty"
     runs = [line("eager", 1) | {"git_commit": found} for found in (head, f"{head}-dirty", None)]
     assert tables.speed_table(runs).endswith(f"; commit {head[:7]}, {head[:7]}-dirty, some not recorded")
 
@@ -436,7 +398,7 @@ def profile(*args) -> int | str | None:
     argv = ["profile_run.py", *map(str, args)]
     modules = {"__main__": sys.modules["__main__"]}
     with patch("sys.argv", argv), patch("sys.path", [*sys.path]), patch.dict(sys.modules, modules):
-        with patch("common.PROGRAM", argv[0]), patch("signal.signal"), patch("envpool.make", ScriptedGames):
+        with patch.object(terminal, "PROGRAM", argv[0]), patch("signal.signal"), patch("envpool.make", ScriptedGames):
             try:
                 profile_run.main()
             except SystemExit as left:
@@ -523,9 +485,9 @@ def test_what_runs_on_the_device_and_waits_within_a_part_are_counted_once():
     assert run_profile.rows() == (500, expected)
 
 
-# ---- The door ----------------------------------------------------------------------------------------------
+# ---- run.sh ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("command", ["train", "profile"])
-def test_the_door_names_the_scripts(command):
+def test_run_sh_names_the_scripts(command):
     done = subprocess.run([ROOT / "run.sh", command, "c51"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     [line] = done.stderr.splitlines()
@@ -533,10 +495,10 @@ def test_the_door_names_the_scripts(command):
     assert line.endswith("td3_continuous_action_torchcompile, got c51")
 
 
-def test_the_door_tells_how_to_use_it():
+def test_run_sh_tells_how_to_use_it():
     done = subprocess.run([ROOT / "run.sh", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
-    told = ["sweep --help", "train NAME", "logs into runs/", "profile NAME", "in profiles/", "python FILE"]
+    told = ["sweep --help", "train NAME", "logs into runs/", "profile NAME", "in profiles/", "python [ARGS]"]
     assert [text for text in [*told, "PYTHON names"] if text not in done.stdout] == []
     assert not done.stdout.startswith("#")
 
@@ -598,5 +560,5 @@ def test_run_sh_has_mkl_take_other_code_on_amd():
     options["env"] |= {"MKL_AS_ON_INTEL": "0"}
     assert product(ROOT / "run.sh", "python") == own
     for library, expected in ((preloaded[1], "as on Intel"), ("/no/mkl_as_on_intel.so", None), ("", None)):
-        about = job.provenance((sys.executable, __file__), os.environ | {"LD_PRELOAD": library}, None)
+        about = machine.provenance((sys.executable, __file__), os.environ | {"LD_PRELOAD": library}, None)
         assert about["hardware"].get("mkl") == expected

@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 DQN, ATARI, PPO, SAC, TD3 = TWINS
 # Twins that act in PyTorch, because NumPy does not know their network, and what is changed for that.
 IN_PYTORCH = {
-    f"{DQN}, acting in PyTorch": ("nn.ReLU()", "nn.Sigmoid()"),
+    f"{DQN}, acting in PyTorch": ("F.relu(self.fc1", "torch.sigmoid(self.fc1"),
     f"{PPO}, acting in PyTorch": ("nn.Tanh()", "nn.Sigmoid()"),
 }
 # Runs of two kinds of gradient steps, the last of them without the actor, or of several rollouts. (With two

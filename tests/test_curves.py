@@ -5,15 +5,13 @@ import json
 import subprocess
 from pathlib import Path
 
-import learning
 import numpy as np
-import plots
 import pytest
-import results
-import scaling
-import tables
 from conftest import ROOT, run
 from torch.utils.tensorboard import SummaryWriter
+
+from benchmark.report import learning, plots, results, tables
+from benchmark.studies import scaling
 
 TD3, SWEEP = "td3_continuous_action", "2026-01-01-0"
 MACHINE = {"versions": {"torch": "2"}, "hardware": {"cpu": "A CPU", "cores": 1, "gpu": None}}
@@ -88,7 +86,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """
     published, folder = tmp_path / "published", tmp_path / "sweep"
     published.mkdir()
-    monkeypatch.setattr(learning, "PUBLISHED", published)
+    monkeypatch.setattr(learning, "RESULTS", published)
     for seed, number, episodes in ((8, 1, 300), (9, 9, 20), (9, 10, 200), (12, 1, 200)):
         log(folder / "jobs" / line(seed, None)["job"] / str(number) / "runs", seed, episodes)
     (folder / "jobs" / line(12, None)["job"] / "1" / "runs" / "another_run").mkdir()
@@ -102,8 +100,8 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def taken_over(name: str = "learning") -> tuple[list[dict], list[dict]]:
     """The published lines, and the published curves."""
-    lines = results.read(learning.PUBLISHED / f"{name}.jsonl")
-    return lines, results.read(learning.PUBLISHED / f"{name}.curves.jsonl", results.check_curve)
+    lines = results.read(learning.RESULTS / f"{name}.jsonl")
+    return lines, results.read(learning.RESULTS / f"{name}.curves.jsonl", results.check_curve)
 
 
 def test_runs_are_taken_over_as_far_as_they_are(sweep):
@@ -147,7 +145,7 @@ def test_a_seed_counts_once(sweep):
 def test_variants_have_a_table_of_their_own(sweep):
     for variant in ("truncation", "both"):
         learning.take_over([sweep], variant)
-    assert not (learning.PUBLISHED / "learning.jsonl").exists()
+    assert not (learning.RESULTS / "learning.jsonl").exists()
 
     def rows() -> list[str]:
         table = learning.ablation_table(taken_over("ablation")[0]).split("\n\n")[0]
@@ -155,7 +153,7 @@ def test_variants_have_a_table_of_their_own(sweep):
 
     assert rows() == ["truncation", "both"]
     published = [line(1, 500.0), line(1, 500.0, "Hopper-v4")]
-    results.replace(learning.PUBLISHED / "learning.jsonl", published)
+    results.replace(learning.RESULTS / "learning.jsonl", published)
     assert rows() == ["as it is", "truncation", "both"]
 
 
@@ -163,7 +161,7 @@ def test_plots_have_a_row_an_environment(sweep):
     runs = [line(1, 9000.0), line(2, 9500.0), line(1, 500.0, "Hopper-v4"), line(2, 1.0, "Walker2d-v4")]
     curves = [curve(run["job"]) for run in runs[:3]]
     literature = (ROOT / "benchmark" / "results" / "literature.jsonl").read_bytes()
-    (learning.PUBLISHED / "literature.jsonl").write_bytes(literature)
+    (learning.RESULTS / "literature.jsonl").write_bytes(literature)
     axes = learning.plot_returns_of(TD3, runs, curves).axes
     assert [axis.get_title() for axis in axes] == 2 * ["HalfCheetah-v4"] + 2 * ["Hopper-v4"]
     shown = [[text.get_text() for text in axis.get_legend().get_texts()] for axis in axes[1::2]]

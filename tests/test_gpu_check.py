@@ -53,10 +53,10 @@ def expected(*scripts: str) -> list[str]:
     asked += [short(name, flags) for flags in (BOTH, "--cudagraphs") for name in sorted(scripts)]
     for mode in ("both", "eager", "compile", "cudagraphs", "tf32"):
         options = f"--seeds 1 --modes {mode} --attempts 1 --folder FOLDER"
-        asked.append(f" benchmark/sweep.py --scripts {' '.join(scripts)} {options}")
+        asked.append(f" -m benchmark.sweep --scripts {' '.join(scripts)} {options}")
     for name, env_id in (("sac_continuous_action", "HalfCheetah-v4"), ("ppo_atari_envpool", "Breakout-v5")):
         options = f"--trace FOLDER/{name}-trace.json.gz --env-id {env_id} {BOTH}"
-        asked.append(f"{name}-both-{env_id} benchmark/profile_run.py {name}_torchcompile {options}")
+        asked.append(f"{name}-both-{env_id} -m benchmark.profile_run {name}_torchcompile {options}")
     return [*asked, " -m pytest -v -rs -m gpu tests/test_gpu.py"]
 
 
@@ -102,7 +102,7 @@ def test_where_a_module_is_missing_nothing_is_run(tmp_path):
 
 
 def test_a_part_that_hangs_is_cut_off_and_leaves_time_for_others(tmp_path):
-    hangs = {"MISBEHAVES": "benchmark/sweep.py", "MISBEHAVIOUR": "exec sleep 60", "SECONDS_IN_ALL": "93"}
+    hangs = {"MISBEHAVES": "-m benchmark.sweep", "MISBEHAVIOUR": "exec sleep 60", "SECONDS_IN_ALL": "93"}
     status, printed, notes = check(tmp_path, *SAC, **hangs)
     assert status == 1
     assert "speed of both: exit status 124, cut off" in printed

@@ -1,6 +1,5 @@
 """The benchmark survives what can happen to it: with a stand-in for a script, and all else real."""
 
-import fcntl
 import itertools
 import json
 import multiprocessing
@@ -15,20 +14,20 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import record
-import results
-import selection
-import sweep
-import tables
 from conftest import LEANRL, ROOT, SEEDS, make_commit
-from job import Job, run_job
-from places import wait_for_strays
 from slurm import SlurmUnavailable, slurm_cluster, wait_until
+
+from benchmark.report import results, tables
+from benchmark.sweep import __main__ as sweep
+from benchmark.sweep import folder as sweep_folder
+from benchmark.sweep import runs as selection
+from benchmark.sweep.executors import write_job
+from benchmark.sweep.process import Job, run_job
 
 # Prints a summary, after what the file named like its seed says in Python, once or, with a trailing "!", each
 # time. It may set `said`, a part of the summary, and `pause`, which follows each step with checkpoints.
 STAND_IN = """
-import json, os, psutil, signal, sys, time, zipfile
+import json, os, signal, sys, time
 from pathlib import Path
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # torch.utils.tensorboard takes seconds
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -65,8 +64,7 @@ for step, value in list(enumerate(returns, start=1))[first:]:
         time.sleep(0.5 if asked else pause)
         if step % every == 0 or asked:
             writer.flush()
-            zipfile.ZipFile(Path(folder, "checkpoint.new"), "w").close()
-            Path(folder, "checkpoint.new").rename(Path(folder, f"{step}.pt"))
+            Path(folder, f"{step}.pt").touch()
         if asked:
             sys.exit(128 + asked[0])
 writer.close()
@@ -88,7 +86,7 @@ class House:
         self.path, self.leanrl, self.folder = path, path / "leanrl", path / "sweep"
         left_out = shutil.ignore_patterns("results", "__pycache__")
         shutil.copytree(ROOT / "benchmark", path / "benchmark", ignore=left_out)
-        (path / "benchmark" / "torch.py").write_text(NO_GPU)
+        (path / "torch.py").write_text(NO_GPU)
         self.leanrl.mkdir()
         (self.leanrl / "td3_continuous_action.py").write_text(STAND_IN)
 
@@ -97,26 +95,27 @@ class House:
         (self.leanrl / str(seed)).write_text(behaviour)
 
     def command(self, *args, seeds: int = 3) -> list[str]:
-        program = [sys.executable, self.path / "benchmark" / "sweep.py", "--folder", self.folder]
+        program = [sys.executable, "-m", "benchmark.sweep", "--folder", self.folder]
         selected = ["--scripts", "td3_continuous_action", "--modes", "eager", "--seeds", *range(seeds)]
         return list(map(str, [*program, *selected, *args]))
 
     def sweep(self, *args, seeds: int = 3, **options) -> subprocess.CompletedProcess:
         """Run a sweep to its end."""
-        options = {"capture_output": True, "text": True, "timeout": 300} | options
+        options = {"capture_output": True, "text": True, "timeout": 300, "cwd": self.path} | options
         return subprocess.run(self.command(*args, seeds=seeds), **options)
 
     def start(self, *args, seeds: int = 3, **options) -> subprocess.Popen:
         """Start a sweep."""
-        options |= {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        options |= {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": self.path}
         return subprocess.Popen(self.command(*args, seeds=seeds), **options)
 
-    def job(self, checkpoint_every: int, time_limit: float) -> Job:
-        """What a sweep would hand to submitit for the stand-in with seed 0."""
+    def job(self, checkpoint_every: int, time_limit: float) -> Path:
+        """The folder of what a sweep would have a process do for the stand-in with seed 0."""
         (folder := self.path / "job").mkdir()
-        command = (sys.executable, str(self.leanrl / "td3_continuous_action.py"), "--env-id=A", "--seed=0")
-        command += (f"--checkpoint-every={checkpoint_every}",)
-        return Job(folder, command, self.path / "cache", time_limit, resumable=True)
+        command = [sys.executable, str(self.leanrl / "td3_continuous_action.py"), "--env-id=A", "--seed=0"]
+        command.append(f"--checkpoint-every={checkpoint_every}")
+        write_job(folder, Job(command, str(self.path / "cache"), time_limit, resumable=True))
+        return folder
 
     def steps(self) -> list[int]:
         """The steps that the stand-in has noted, with checkpoints only."""
@@ -156,15 +155,15 @@ def house(tmp_path):
     return House(tmp_path)
 
 
-def start_job(job: Job) -> multiprocessing.Process:
+def start_job(folder: Path) -> multiprocessing.Process:
     """Run a job without a sweep."""
-    process = multiprocessing.get_context("spawn").Process(target=run_job, args=(job,))
+    process = multiprocessing.get_context("spawn").Process(target=run_job, args=(folder,))
     process.start()
     return process
 
 
-def outcome_of(job: Job) -> dict:
-    return json.loads((job.folder / "outcome.json").read_text())
+def outcome_of(folder: Path) -> dict:
+    return json.loads((folder / "outcome.json").read_text())
 
 
 # ---- What is measured --------------------------------------------------------------------------------------
@@ -198,7 +197,7 @@ def test_a_sweep_writes_a_line_and_a_curve_a_run_a_table_and_plots(house):
 
 def test_runs_share_a_gpu(house, capsys):
     """One that is pretended."""
-    (house.path / "benchmark" / "torch.py").write_text(NO_GPU.replace("0", "1"))
+    (house.path / "torch.py").write_text(NO_GPU.replace("0", "1"))
     for seed in range(2):
         house.tell(seed, f"{WAIT}!")
     (house.leanrl / "hold").touch()
@@ -214,10 +213,10 @@ def test_runs_share_a_gpu(house, capsys):
     alone = [line | {"runs_per_gpu": 1} for line in on_one]
     assert "NVIDIA Pretended, 2 runs at a time on it" in tables.speed_table(on_one)
     assert len(tables.machines(on_one + alone)) == 2  # no table of both
-    with patch("sweep.visible_gpus", lambda args: ["0"]):
+    with patch.object(sweep, "visible_gpus", lambda args: ["0"]):
         assert refused(capsys, house.path, "--workers", "2").startswith("--workers takes a number from 1 to ")
         assert "cores" in refused(capsys, house.path, "--runs-per-gpu", str(cores + 1))
-    with patch("sweep.visible_gpus", lambda args: []):
+    with patch.object(sweep, "visible_gpus", lambda args: []):
         assert "where there is no GPU" in refused(capsys, house.path, "--runs-per-gpu", "2")
 
 
@@ -247,26 +246,26 @@ def test_a_run_of_several_agents_is_one_line_without_a_curve(house):
 def test_real_scripts_are_what_the_sweep_takes_them_for(tmp_path):
     """One is stopped and goes on from its checkpoint, in the folder that it had; another has two agents."""
     run = selection.Run("td3_continuous_action", "eager", "A", 1, 9, 1)
-    book = record.Record(tmp_path, "quick")
+    book = sweep_folder.Record(tmp_path, "quick")
 
-    def job(script: str, steps: int, *options: str) -> Job:
+    def job(script: str, steps: int, *options: str) -> Path:
         (folder := tmp_path / script).mkdir(exist_ok=True)
-        command = (sys.executable, str(LEANRL / f"{script}.py"), "--env-id=InvertedPendulum-v4", "--no-cuda")
-        command += ("--learning-starts=100", "--log-every=10", f"--total-timesteps={steps}", *options)
-        return Job(folder, command, tmp_path / "cache", 60, resumable="--checkpoint-every=99999" in options)
+        command = [sys.executable, str(LEANRL / f"{script}.py"), "--env-id=InvertedPendulum-v4", "--no-cuda"]
+        command += ["--learning-starts=100", "--log-every=10", f"--total-timesteps={steps}", *options]
+        write_job(folder, Job(command, str(tmp_path / "cache"), 60, "--checkpoint-every=99999" in options))
+        return folder
 
     agents = job("td3_continuous_action_seeds", 200, "--num-seeds=2")
     single = job("td3_continuous_action", 100_000, "--checkpoint-every=99999")
     first, second = start_job(agents), start_job(single)
-    log = single.folder / "log.txt"
+    log = single / "log.txt"
     assert wait_until(lambda: log.exists() and "SPS" in log.read_text())  # is training
     for _ in range(2):  # as Slurm may send it to each process of a job
         second.terminate()
         time.sleep(0.1)
     second.join(60)
-    [saved] = single.folder.glob("runs/*/[0-9]*.pt")
+    [saved] = single.glob("runs/*/[0-9]*.pt")
     step = int(saved.stem)
-    (saved.parent / "999999.pt").touch()  # a crash of the machine may leave one without content
     single = job("td3_continuous_action", step + 200, "--checkpoint-every=99999")
     for process in (first, start_job(single)):
         process.join(60)
@@ -304,26 +303,27 @@ def test_modes_that_a_machine_cannot_run_are_skipped_with_the_reason(capsys):
     with pytest.raises(SystemExit, match="2"):
         selection.select(selection.Args(modes=("cudagraphs", "both")), gpus=[])
     first, second, third = capsys.readouterr().err.splitlines()
-    assert first == "skipped: cudagraphs needs CUDA, and there is no device"
-    assert second == "skipped: both needs CUDA, and there is no device"
+    assert first == "skipped: both needs CUDA, and there is no device"
+    assert second == "skipped: cudagraphs needs CUDA, and there is no device"
     assert "nothing is selected" in third
 
 
 def refused(capsys, folder: Path, *args) -> str:
     """The line in which a sweep that would be of one run has refused to start, with status 2."""
-    command = ["sweep.py", "--modes", "eager", "--seeds", "1", "--folder", str(folder), *map(str, args)]
-    with patch("sys.argv", command), patch("common.PROGRAM", "sweep.py"), patch("signal.signal"):
+    command = ["sweep", "--modes", "eager", "--seeds", "1", "--folder", str(folder), *map(str, args)]
+    names = patch("benchmark.terminal.PROGRAM", "sweep"), patch.object(sweep, "PROGRAM", "sweep")
+    with patch("sys.argv", command), names[0], names[1], patch("signal.signal"):
         try:
             status = sweep.main()
         except SystemExit as left:
             status = left.code
     assert status == 2
     told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith("sweep.py: error: ")
-    return told.removeprefix("sweep.py: error: ")
+    assert told.startswith("sweep: error: ")
+    return told.removeprefix("sweep: error: ")
 
 
-MODES = "eager, twin, compile, cudagraphs, both, seeds, seeds_both, sb3, sbx"
+MODES = "eager, twin, compile, cudagraphs, both, tf32, seeds, seeds_both, cleanrl, sb3, sbx"
 
 
 @pytest.mark.parametrize(
@@ -331,49 +331,22 @@ MODES = "eager, twin, compile, cudagraphs, both, seeds, seeds_both, sb3, sbx"
     [
         (["--scripts", "c51"], "--scripts takes sac_continuous_action, td3_"),
         (["--modes", "fast"], f"--modes takes {MODES}; got fast"),
-        (["--modes", "sbx"], "--modes sb3 and sbx need --peers"),
+        (["--modes", "sbx"], "--modes cleanrl, sb3, sbx need --peers"),
         (["--profile", "long"], "--profile takes quick, speed, full, learning; got long"),
         (["--cluster", "pbs"], "--cluster takes local, slurm; got pbs"),
         (["--seeds"], "nothing is selected"),
         (["--scripts"], "nothing is selected"),
         (["--workers", "0"], "--workers takes a number from 1"),
-        (["--workers", "1000"], "--workers 1000 is 1000 runs at a time, and there are"),
+        (["--workers", "1000"], "--workers and --runs-per-gpu: 1000 runs at a time, and there are"),
         (["--total-timesteps", "0"], "--total-timesteps takes a number from 1"),
         (["--folder", "/proc/a"], "--folder takes a folder that can be written to, got /proc/a: "),
         (["--folder", "/dev/null"], "--folder takes a folder that can be written to, got /dev/null: "),
     ],
 )
 def test_bad_arguments_are_told_in_one_line(tmp_path, capsys, args, message):
-    with patch("sweep.visible_gpus", lambda args: []):
+    with patch.object(sweep, "visible_gpus", lambda args: []):
         assert refused(capsys, tmp_path, *args).startswith(message)
     assert not (tmp_path / "jobs").exists()
-
-
-# What is left where a write was cut off, or somebody has edited; None is a folder.
-NONSENSE = [b"", b'{"status": "ok", "summ', b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"status": ["ok"]}']
-NONSENSE += [b'{"status": "ok"}', b'{"format": 1, "profile": "quick", "git_commit": null}', None]
-
-
-def leave(path: Path, content: bytes | None) -> None:
-    """Have a file with this content there, or a folder."""
-    path.unlink(missing_ok=True)
-    path.mkdir() if content is None else path.write_bytes(content)
-
-
-@pytest.mark.parametrize("content", NONSENSE, ids=lambda content: str(content)[:20])
-def test_what_is_no_outcome_and_no_description_counts_for_none(tmp_path, capsys, content):
-    leave(tmp_path / "outcome.json", content)
-    assert record.read_outcome(tmp_path) is None
-    leave(tmp_path / "sweep.json", content)
-    assert refused(capsys, tmp_path) == f"--folder {tmp_path}: sweep.json is not readable"
-
-
-@pytest.mark.parametrize("name", ["results.jsonl", "running.lock", "jobs"])
-def test_a_folder_for_a_file_or_the_reverse_is_told_in_one_line(tmp_path, capsys, name):
-    leave(tmp_path / name, b"" if name == "jobs" else None)
-    message = refused(capsys, tmp_path)
-    assert message.startswith(f"--folder {tmp_path}: ")
-    assert name in message
 
 
 def test_a_folder_of_another_profile_or_version_is_refused(tmp_path, capsys):
@@ -390,12 +363,10 @@ FAILURES = {
     "os.kill(os.getpid(), 9)": "killed by SIGKILL",
     "sys.exit('all agents are lost')": "exit status 1",
     "time.sleep(99)": "took longer than 6 s",
-    # Who watches it dies, or who watches that, or a half of an outcome is left.
+    # Who watches it dies.
     "os.kill(os.getppid(), 9); time.sleep(99)": "the process that ran it died",
-    "os.kill(psutil.Process(os.getppid()).ppid(), 9); time.sleep(99)": "the process that ran it died",
-    "Path('outcome.json').write_text('{'); os.kill(os.getppid(), 9)": "the process that ran it died",
     "said = {'wall_seconds': 'long'}": "printed a summary that ",
-    "said = {'more': [float('nan')]}": "printed a summary that has a number that is not finite in more",
+    "said = {'more': [float('nan')]}": "printed a summary that has a number that is not finite",
 }
 
 
@@ -410,7 +381,7 @@ def test_a_run_that_fails_is_tried_again_and_then_recorded(house):
     assert not house.stand_ins()
     lines = {line["seed"]: line for line in house.lines()}
     assert lines.keys() == {0, *once, *always}
-    assert [lines[seed]["attempts"] for seed in (0, *once, *always)] == [1, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1]
+    assert [lines[seed]["attempts"] for seed in (0, *once, *always)] == [1, 2, 2, 2, 2, 2, 2, 1, 1]
     for seed, behaviour in always.items():
         line = lines[seed]
         assert line["reason"].startswith(FAILURES[behaviour])
@@ -418,7 +389,7 @@ def test_a_run_that_fails_is_tried_again_and_then_recorded(house):
         if seed <= 103:
             assert line["log"].startswith("a line of the log")
             assert line["versions"]["python"] == platform.python_version()
-    assert "wall_seconds" in lines[107]["reason"]
+    assert "wall_seconds" in lines[105]["reason"]
     assert "Traceback" not in done.stderr
     share = str(len(os.sched_getaffinity(0)) // 2)  # of the cores, for each of the workers
     assert {tuple(start[2:]) for start in house.starts()} == {(share, share)}
@@ -498,22 +469,22 @@ def test_a_run_that_takes_too_long_leaves_a_checkpoint(house):
     process.join(60)
     assert len(house.steps()) > before + 1
     assert outcome_of(job)["reason"] == "took longer than 5 s"
-    assert [int(path.stem) for path in job.folder.glob("runs/one/*.pt")] == house.steps()[-1:]
+    assert [int(path.stem) for path in job.glob("runs/one/*.pt")] == house.steps()[-1:]
 
 
 # ---- What can happen to a sweep ----------------------------------------------------------------------------
-def test_after_kill_9_finished_runs_are_not_repeated(house):
+def test_after_kill_9_finished_runs_are_not_repeated(house, capsys):
     house.tell(1, WAIT)
     (house.leanrl / "hold").touch()
-    process = house.start(preexec_fn=lambda: os.nice(5))
+    process = house.start()
     house.wait_for_starts(2)
-    if (group := Path(f"/proc/{house.stand_ins()[0]}/autogroup")).exists():
-        assert group.read_text().split()[-1] == "5"  # a run gives way to other work as its sweep does
-    second = house.sweep()  # two in a folder exclude each other
+    with pytest.raises(SystemExit, match="2"):  # two in a folder exclude each other
+        sweep_folder.claim(house.folder, seconds=0.5)
+    waits, refusal = capsys.readouterr().err.splitlines()
+    assert waits.endswith("waiting for another sweep, or the runs of one that was killed, to end")
+    assert refusal.endswith(f"error: --folder {house.folder}: another sweep is at work there")
     process.kill()
     process.wait()
-    message = f"sweep.py: error: --folder {house.folder}: another sweep is at work there"
-    assert (second.returncode, second.stderr.splitlines()[-1]) == (2, message)
     assert wait_until(lambda: not house.stand_ins())  # the run ends with its sweep
     assert house.done() == [0]
     (house.leanrl / "hold").unlink()
@@ -533,43 +504,6 @@ def test_what_a_sweep_could_not_write_any_more_is_restored(house):
         assert house.sweep().returncode == 0
         assert house.done() == [0, 1, 2]
     assert len(house.starts()) == 3  # the last run had left all that is needed
-
-
-def test_a_sweep_waits_for_the_runs_of_one_that_was_killed_and_says_so(tmp_path, capsys):
-    path = tmp_path / "running.lock"
-    with path.open("w") as stray:
-        fcntl.flock(stray, fcntl.LOCK_EX)
-        with pytest.raises(SystemExit):
-            wait_for_strays(path, seconds=1.5)
-    told, refusal = capsys.readouterr().err.splitlines()
-    assert told == "waiting for the runs of a sweep that was killed to end"
-    assert refusal.endswith(f"error: runs of another sweep are still going on in {tmp_path}")
-    wait_for_strays(path)
-    assert not capsys.readouterr().err
-
-
-def test_a_full_disk_stops_the_sweep_and_loses_nothing(house):
-    (disk := house.path / "disk").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(disk)]
-    if (tried := subprocess.run(mount, capture_output=True, text=True)).returncode:
-        pytest.skip(f"cannot mount a tmpfs: {tried.stderr.strip()}")
-    try:
-        house.folder = disk / "sweep"
-        filler = f"filler = open({str(disk / 'filler')!r}, 'wb', buffering=0)"
-        house.tell(1, f"{filler}\nwhile True:\n    filler.write(bytes(2**20))")
-        message = f"no space is left in {house.folder}; {{}} of 3 runs are done; start again to go on"
-        for known in ([message.format(1)], [message.format(0), message.format(1)]):
-            full = house.sweep()
-            assert full.returncode == 1
-            assert full.stderr.splitlines()[-1] in known
-            assert house.done() == [0]
-        (disk / "filler").unlink()
-        again = house.sweep()
-        assert again.returncode == 0, again.stderr
-        assert house.done() == [0, 1, 2]
-        assert [seed for _, seed, *_ in house.starts()] == ["0", "1", "1", "2"]
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 # ---- Slurm -------------------------------------------------------------------------------------------------
@@ -613,7 +547,7 @@ def test_what_slurm_refuses_is_told_in_one_line(house, cluster):
     done = house.sweep("--cluster", "slurm", "--partition", "none", env=cluster)
     assert done.returncode == 2
     # Before it stands what sbatch itself has said.
-    assert done.stderr.splitlines()[-1].startswith("sweep.py: error: Slurm refused the runs: sbatch: error: ")
+    assert "sweep: error: Slurm refused the runs: sbatch: error: " in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 

@@ -1,6 +1,7 @@
 """What settings around the twins are worth: guards, start-up, threads, precision, MKL's choice of code.
 
-    ./run.sh python benchmark/settings.py [--scripts NAME ...] [--settings NAME ...] [--output FILE]
+    ./run.sh python -m benchmark.studies.compile_settings [--scripts NAME ...] [--settings NAME ...]
+        [--output FILE]
 
 Compiles each twin under each setting in a process of its own, in a copy where the setting changes its text,
 on the CPU: with an empty cache, unless another setting has the same code, and then with a full one. Then all
@@ -22,11 +23,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import results
 import tyro
-from common import LEANRL, check_names, lines_of_output
-from job import provenance
-from tables import settings_table
+
+from benchmark import LEANRL
+from benchmark.machine import provenance
+from benchmark.report import results
+from benchmark.report.tables import settings_table
+from benchmark.terminal import check_names, lines_of_output
 
 ROUNDS = 15
 # The arguments of a short run, and the gradient steps of a round.

@@ -1,44 +1,55 @@
-"""What is on record of a sweep: its folder, the results in it, and what attempts at its runs have left."""
+"""A sweep's folder: the results in it, and what attempts at its runs have left."""
 
 import fcntl
+import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TextIO
 from uuid import uuid4
 
-import results
-from common import ROOT, refuse
-from job import checkpoints, commit, git
-from selection import Run
+from benchmark import ROOT
+from benchmark.machine import commit, git
+from benchmark.report import results
+from benchmark.sweep.process import SAVE_SECONDS, checkpoints
+from benchmark.sweep.runs import Run
+from benchmark.terminal import refuse, say
 
 
 def default_folder(profile: str) -> Path:
     """sweeps/<profile>-<commit>; a new one each time where there are changes that are not committed."""
     head = git(ROOT, "rev-parse", "--short=7", "HEAD")
-    changed = (
-        f"{datetime.now():%m%d-%H%M%S}" if git(ROOT, "status", "--porcelain", "--untracked-files=no") else ""
-    )
-    return ROOT / "sweeps" / "-".join(part for part in (profile, head, changed) if part)
+    changed = git(ROOT, "status", "--porcelain", "--untracked-files=no")
+    parts = (profile, head, f"{datetime.now():%m%d-%H%M%S}" if changed else "")
+    return ROOT / "sweeps" / "-".join(part for part in parts if part)
 
 
-@contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Make the folder and keep other sweeps out of it. Leaves with status 2 where that cannot be."""
+def claim(folder: Path, seconds: float = SAVE_SECONDS + 20) -> TextIO:
+    """Make the folder and lock it, so that there is one sweep in it: gives the file that holds the lock.
+
+    Runs of a sweep that was killed hold its lock until they have saved: waits so long for that. Leaves with
+    status 2 where the folder cannot be had.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("a")
     except OSError as error:
         refuse(f"--folder takes a folder that can be written to, got {folder}: {error.strerror}")
-    with lock:
+    end, told = time.monotonic() + seconds, False
+    while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
         except BlockingIOError:
-            refuse(f"--folder {folder}: another sweep is at work there")
+            if time.monotonic() > end:
+                refuse(f"--folder {folder}: another sweep is at work there")
+            if not told:
+                say(f"{folder}: waiting for another sweep, or the runs of one that was killed, to end")
+                told = True
+            time.sleep(0.2)
         except OSError as error:
             refuse(f"--folder {folder}: its disk has no locks: {error.strerror}")
-        yield
 
 
 def describe(folder: Path, profile: str) -> str:
@@ -52,13 +63,7 @@ def describe(folder: Path, profile: str) -> str:
         description = {"format": results.FORMAT, "id": identity, "profile": profile, "git_commit": now}
         results.replace(path, [description], results.check_description)
         return identity
-    try:
-        sweep = results.parse(path.read_bytes())
-        results.check_description(sweep)
-    except results.FormatError as error:
-        refuse(f"--folder {folder}: {error}")
-    except (OSError, ValueError):
-        refuse(f"--folder {folder}: sweep.json is not readable")
+    [sweep] = results.read(path, results.check_description)
     if sweep["profile"] != profile:
         refuse(f"--folder {folder}: has a sweep of profile {sweep['profile']}, not {profile}")
     if sweep["git_commit"] != now:
@@ -67,13 +72,9 @@ def describe(folder: Path, profile: str) -> str:
 
 
 def read_outcome(folder: Path) -> dict | None:
-    """What a run has left in its folder at its end; None where that is nothing, or not what a run leaves."""
-    try:
-        outcome = results.parse((folder / "outcome.json").read_bytes())
-        results.check_keys(outcome, results.Died if outcome["status"] == "failed" else results.Ended)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return outcome
+    """What a run has left in its folder at its end, if it has ended."""
+    path = folder / "outcome.json"
+    return json.loads(path.read_bytes()) if path.exists() else None
 
 
 class Record:
@@ -81,22 +82,22 @@ class Record:
 
     def __init__(self, folder: Path, profile: str):
         self.folder, self.identity = folder, describe(folder, profile)
-        self.results_file, self.curves_file = folder / "results.jsonl", folder / "curves.jsonl"
+        self.results, self.curves = folder / "results.jsonl", folder / "curves.jsonl"
 
     def restore(self, selected: set[str]) -> list[dict]:
         """Put the files of results in order; returns the lines of the runs that are done.
 
         A line that was cut off goes, and so do those of selected runs that failed.
         """
-        lines, curves = (
-            results.recover(self.results_file),
-            results.recover(self.curves_file, results.check_curve),
-        )
+        for path in (self.results, self.curves):
+            path.touch()
+        lines = results.read(self.results, growing=True)
+        curves = results.read(self.curves, results.check_curve, growing=True)
         drawn = {curve["job"]: curve for curve in curves}
         kept = [line for line in lines if line["status"] == "ok" and line["job"] in drawn]
         failed = [line for line in lines if line["status"] == "failed" and line["job"] not in selected]
-        results.replace(self.results_file, kept + failed)
-        results.replace(self.curves_file, [drawn[line["job"]] for line in kept], results.check_curve)
+        results.replace(self.results, kept + failed)
+        results.replace(self.curves, [drawn[line["job"]] for line in kept], results.check_curve)
         return kept
 
     def lines_of(self, run: Run, outcome: dict, attempts: int) -> tuple[dict, dict]:
@@ -120,8 +121,8 @@ class Record:
     def add(self, line: dict, curve: dict) -> None:
         """Write the lines of a run that has ended."""
         if line["status"] == "ok":
-            results.append(self.curves_file, curve)  # first: a curve without its line goes on return
-        results.append(self.results_file, line)
+            results.append(self.curves, curve)  # first: a curve without its line goes on return
+        results.append(self.results, line)
 
     def attempts(self, run: Run) -> list[Path]:
         """The folders of the attempts at a run, which have numbers for names, in their order."""
@@ -133,9 +134,7 @@ class Record:
         earlier = self.attempts(run)
         folder = self.folder / "jobs" / run.name / str(int(earlier[-1].name) + 1 if earlier else 1)
         folder.mkdir(parents=True)
-        saved = (
-            [path / "runs" for path in earlier if checkpoints(path / "runs")] if run.checkpoint_every else []
-        )
-        if saved:
+        saved = [path / "runs" for path in earlier if checkpoints(path / "runs")]
+        if saved and run.checkpoint_every:
             saved[-1].rename(folder / "runs")
         return folder

@@ -1,23 +1,23 @@
-"""The format of the files of results, and how they are read and appended to.
+"""The format of the files of results, and how they are read and written.
 
 A sweep writes two files of JSON lines. In `results.jsonl` a line is a run: the keys of `Done`, and what else
 the run's summary holds, or the keys of `Failed`. In `curves.jsonl` a line is what one run showed over time:
-the keys of `Curve`. Both are checked line by line on reading and before writing, and appended to so that
-neither a full disk nor a killed process leaves half a line behind for good. They are JSON to the letter: no
-NaN, nothing infinite. In `cuda_code.jsonl` a line is a graph that benchmark/cuda_code.py has compiled: the
-keys of `Code` or `NoCode`, checked like the others.
+the keys of `Curve`. The studies write files of their own, whose lines have the keys of the classes below.
+All lines are checked on reading and before writing. They are JSON to the letter: no NaN, nothing infinite.
 """
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired
 
-from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 FORMAT = 1  # of both files; grows with every change that an older reader would misread
-Mode = Literal["eager", "twin", "compile", "cudagraphs", "both", "tf32", "seeds", "seeds_both", "sb3", "sbx"]
+Mode = Literal[
+    "eager", "twin", "compile", "cudagraphs", "both", "tf32", "seeds", "seeds_both", "cleanrl", "sb3", "sbx"
+]
 # a list where a run has several agents, in the order of its `seeds`
 Return = float | list[float | None] | None
 
@@ -108,7 +108,7 @@ class Curve(TypedDict):
 
 
 class Figure(TypedDict):
-    """A line of benchmark/tricks.py: what a call of one variant takes."""
+    """A line of benchmark.studies.tricks: what a call of one variant takes."""
 
     format: int
     status: Literal["ok"]
@@ -121,22 +121,6 @@ class Figure(TypedDict):
     git_commit: str | None
 
 
-class Ended(TypedDict):
-    """What a run that ended well leaves in its folder, besides what was measured around it."""
-
-    status: Literal["ok"]
-    summary: dict
-    curve: dict
-
-
-class Died(TypedDict):
-    """What a run that failed leaves there."""
-
-    status: Literal["failed"]
-    reason: str
-    log: str
-
-
 class Description(TypedDict):
     """A sweep.json, in one line."""
 
@@ -147,7 +131,7 @@ class Description(TypedDict):
 
 
 class Graph(TypedDict):
-    """A graph of a twin that was compiled for a GPU: what every line of benchmark/cuda_code.py has."""
+    """A graph of a twin that was compiled for a GPU: what every line of benchmark.studies.cuda_code has."""
 
     format: int
     script: str  # the eager script
@@ -178,7 +162,7 @@ class NoCode(Graph):
 
 
 class Bound(TypedDict):
-    """A line of benchmark/roofline.py: a script's products, and what the machine does of such a second."""
+    """A line of benchmark.studies.roofline: a script's products, and such a machine's speed."""
 
     format: int
     script: str
@@ -193,7 +177,7 @@ class Bound(TypedDict):
 
 
 class Agents(TypedDict):
-    """A line of benchmark/agents.py: many agents in one process, or in many."""
+    """A line of benchmark.studies.agents: many agents in one process, or in many."""
 
     format: int
     status: Literal["ok"]
@@ -208,7 +192,7 @@ class Agents(TypedDict):
 
 
 class Timed(TypedDict):
-    """A line of benchmark/settings.py: a twin under a setting."""
+    """A line of benchmark.studies.compile_settings: a twin under a setting."""
 
     format: int
     status: Literal["ok"]
@@ -224,7 +208,7 @@ class Timed(TypedDict):
 
 
 class Size(TypedDict):
-    """A line of benchmark/scaling.py: a run with one size changed."""
+    """A line of benchmark.studies.scaling: a run with one size changed."""
 
     format: int
     status: Literal["ok"]
@@ -259,96 +243,64 @@ class Reached(TypedDict):
     note: str
 
 
-class FormatError(ValueError):
-    """A line of another version of the format."""
-
-
 class ResultsError(ValueError):
     """A file that does not hold what it should; the message names file and line."""
 
 
-def parse(content: str | bytes) -> object:
-    """The value of a JSON text. Raises ValueError, with one line that says why, where it is none."""
+def check_keys(line: object, kind: type) -> None:
+    """Raise ValueError, with one line that says why, unless this has the keys of this kind."""
     try:
-        return json.loads(content)
-    except RecursionError:
-        raise ValueError("is nested too deep") from None
+        # Keys beyond those of the kind are welcome: a summary may say more.
+        TypeAdapter(with_config(ConfigDict(strict=True))(kind)).validate_python(line)
+    except ValidationError as invalid:
+        error = invalid.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, error['loc']))}: {error['msg']}") from None
 
 
-def check_keys(line: object, *kinds: type) -> None:
-    """Raise ValueError, with one line that says why, unless this has the keys of all these kinds."""
-    if not isinstance(line, dict):
-        raise ValueError("is no object")
-    try:
-        for kind in kinds:
-            # Keys beyond those of the kind are welcome: a summary may say more.
-            known = {key: value for key, value in line.items() if key in kind.__annotations__}
-            check_type(known, kind, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
-    except TypeCheckError as error:
-        raise ValueError(" ".join(str(error).split())) from None
+def check_of(*kinds: type) -> Callable[[object], None]:
+    """A check that raises ValueError, with one line that says why, but for a line of these kinds."""
 
-
-def check_finite(line: dict) -> None:
-    """Raise ValueError, with one line that says why, where JSON has no words for a value of this object."""
-    for key, value in line.items():
+    def check(line: object) -> None:
+        if not isinstance(line, dict) or "format" not in line:
+            raise ValueError("is no line of results")
+        if line["format"] != FORMAT:
+            raise ValueError(f"has format {line['format']}, and this version reads format {FORMAT}")
         try:
-            json.dumps(value, allow_nan=False)
+            json.dumps(line, allow_nan=False)
         except ValueError:
-            raise ValueError(f"has a number that is not finite in {key}") from None
-        except RecursionError:
-            raise ValueError(f"is nested too deep in {key}") from None
+            raise ValueError("has a number that is not finite") from None
+        for kind in kinds:
+            check_keys(line, kind)
+
+    return check
 
 
-def check_format(line: object) -> None:
-    """Raise ValueError unless this names this version's format; of another format, a FormatError."""
-    if not isinstance(line, dict) or "format" not in line:
-        raise ValueError("is no line of results")
-    if line["format"] != FORMAT:
-        raise FormatError(f"has format {line['format']}, and this version reads format {FORMAT}")
+# Of the studies, of the literature's figures, and of a sweep.json.
+check_roofline, check_agents, check_setting = check_of(Bound), check_of(Agents), check_of(Timed)
+check_scaling, check_figure = check_of(Size), check_of(Figure)
+check_literature, check_description = check_of(Reached), check_of(Description)
 
 
 def check_run(line: object) -> None:
     """Raise ValueError, with one line that says why, unless this is a line of results."""
-    check_format(line)
-    check_finite(line)
-    check_keys(line, *([Failed] if line.get("status") == "failed" else [Done, Measured]))
+    check_of()(line)
+    check_of(*([Failed] if line.get("status") == "failed" else [Done, Measured]))(line)
 
 
 def check_curve(line: object) -> None:
     """Raise ValueError, with one line that says why, unless this is a line of curves."""
-    check_format(line)
-    check_finite(line)
-    check_keys(line, Curve)
+    check_of(Curve)(line)
     for keys in (("step", "seconds", "episodic_return"), ("gpu_seconds", "gpu_utilization")):
         if len({len(line[key]) for key in keys}) > 1:
             raise ValueError(f"has lists of several lengths: {', '.join(keys)}")
 
 
 def check_code(line: object) -> None:
-    """Raise ValueError, with one line that says why, unless this is a line of benchmark/cuda_code.py."""
-    check_format(line)
-    check_finite(line)
-    check_keys(line, Code if line.get("generated") else NoCode)
+    """Raise ValueError, with one line that says why, unless this is a line of benchmark.studies.cuda_code."""
+    check_of()(line)
+    check_of(Code if line.get("generated") else NoCode)(line)
     if line["generated"] and line["compiled"] + len(line["errors"]) != line["kernels"]:
         raise ValueError("has kernels that neither compile nor have an error")
-
-
-def check_of(kind: type) -> Callable[[object], None]:
-    """A check that raises ValueError, with one line that says why, but for a line of a kind and format."""
-
-    def check(line: object) -> None:
-        check_format(line)
-        check_finite(line)
-        check_keys(line, kind)
-
-    return check
-
-
-# Of benchmark/roofline.py, agents.py, settings.py, scaling.py and tricks.py, of the literature's figures, and
-# of a sweep.json.
-check_roofline, check_agents, check_setting = check_of(Bound), check_of(Agents), check_of(Timed)
-check_scaling, check_figure = check_of(Size), check_of(Figure)
-check_literature, check_description = check_of(Reached), check_of(Description)
 
 
 def read(path: Path, check: Callable[[object], None] = check_run, growing: bool = False) -> list[dict]:
@@ -360,31 +312,10 @@ def read(path: Path, check: Callable[[object], None] = check_run, growing: bool 
     lines = []
     for number, content in enumerate([*contents, *([last] if last and not growing else [])], start=1):
         try:
-            lines.append(parse(content))
+            lines.append(json.loads(content))
             check(lines[-1])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ResultsError(f"{path}, line {number}: {error}") from None
-    return lines
-
-
-def recover(path: Path, check: Callable[[object], None] = check_run) -> list[dict]:
-    """All lines of a file that may not exist, without a last one that is the remains of a write.
-
-    Raises ResultsError where another line is not what it should be, or the last is one of another format.
-    """
-    if not path.exists():
-        return []
-    contents = path.read_bytes().rstrip(b"\n").split(b"\n")
-    lines = []
-    for number, content in enumerate(contents, start=1):
-        try:
-            line = parse(content)
-            check(line)
-        except ValueError as error:
-            if number == len(contents) and not isinstance(error, FormatError):
-                break
-            raise ResultsError(f"{path}, line {number}: {error}") from None
-        lines.append(line)
     return lines
 
 
@@ -393,26 +324,11 @@ def replace(path: Path, lines: list[dict], check: Callable[[object], None] = che
     for line in lines:
         check(line)
     new = path.with_name(f"{path.name}.new")
-    try:
-        with new.open("w") as file:
-            file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
+    new.write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
     new.replace(path)
 
 
 def append(path: Path, line: dict) -> None:
-    """Append a line, all of it or, on an OSError such as a full disk, nothing."""
-    with path.open("ab", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        data = json.dumps(line, allow_nan=False).encode() + b"\n"
-        try:
-            while data:
-                data = data[file.write(data) :]
-            os.fsync(file.fileno())
-        except OSError:
-            file.truncate(size)
-            raise
+    """Append a line in one piece."""
+    with path.open("a") as file:
+        file.write(json.dumps(line, allow_nan=False) + "\n")

@@ -1,4 +1,4 @@
-"""What the programs of this folder share: where things are, what they say, how they refuse arguments."""
+"""What the programs of the benchmark say on a terminal, and how they refuse arguments."""
 
 import os
 import shutil
@@ -7,12 +7,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NoReturn
 
-import results
+from benchmark.report import results
 
-ROOT = Path(__file__).resolve().parent.parent
-LEANRL = ROOT / "leanrl"
-PUBLISHED = ROOT / "benchmark" / "results"
-PROGRAM = Path(sys.argv[0]).name  # as it was called: a script that is profiled gets its own arguments
+_path = Path(sys.argv[0])
+PROGRAM = _path.parent.name if _path.stem == "__main__" else _path.stem  # as it was called
 
 
 def refuse(message: str) -> NoReturn:
@@ -23,11 +21,12 @@ def refuse(message: str) -> NoReturn:
 
 def say(message: str, passing: bool = False) -> None:
     """A line on standard error: on a terminal in place of the last one, if that was `passing`."""
-    if sys.stderr.isatty():
+    terminal = sys.stderr.isatty()
+    if terminal:
         message = f"\r\033[K{message[: shutil.get_terminal_size().columns - 1] if passing else message}"
     try:
-        print(message, end="" if passing and sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
-    except OSError:  # its disk is full, or Ctrl+C has ended who read it, too: no reason to leave runs alone
+        print(message, end="" if passing and terminal else "\n", file=sys.stderr, flush=True)
+    except OSError:  # who read it has ended, as `tee` does at Ctrl+C: no reason to leave runs alone
         sys.stderr = open(os.devnull, "w")
 
 

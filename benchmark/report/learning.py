@@ -1,7 +1,7 @@
 """What was learnt over seeds: tables and plots beside the literature, and how sweeps get there.
 
-    ./run.sh python benchmark/learning.py sweeps/NAME ...   takes their runs over into results/learning.jsonl
-    ./run.sh python benchmark/learning.py --variant V ...   and into ablation.jsonl, as those of a variant
+    ./run.sh python -m benchmark.report.learning sweeps/NAME ...      takes their runs into learning.jsonl
+    ./run.sh python -m benchmark.report.learning --variant V ...      into ablation.jsonl, as a variant's
 
 Runs that have not ended are taken as far as they are, from their logs; started again, their sweep goes on
 with them. A line replaces an earlier one of the same run that was not further. ./run.sh report makes
@@ -19,12 +19,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
-import results
-from common import PUBLISHED, refuse
-from job import episode_curve, grouped
-from plots import panels
-from selection import MODES, PEERS, SEEDS
-from tables import by, markdown, packages_and_commits
+
+from benchmark import RESULTS
+from benchmark.report import results
+from benchmark.report.plots import panels
+from benchmark.report.tables import by, markdown, packages_and_commits
+from benchmark.sweep.curve import episode_curve, grouped
+from benchmark.sweep.runs import MODES, PEERS, SEEDS
+from benchmark.terminal import refuse
 
 LAST = 100  # training episodes, whose mean return is what a run has reached
 ENDS = {"1M": 1.0, "500k": 0.5}  # steps of the literature's runs that ours have, too, in millions
@@ -104,7 +106,7 @@ def trained(lines: list[dict]) -> list[dict]:
 
 def returns_table(lines: list[dict], short: bool = False) -> str:
     """Mean return of the last training episodes over seeds, with its interval, beside the literature's."""
-    literature = results.read(PUBLISHED / "literature.jsonl", results.check_literature)
+    literature = results.read(RESULTS / "literature.jsonl", results.check_literature)
     sources = SOURCES[:1] if short else SOURCES
     rows, behind = [], []
     for (algorithm, env_id, asked), runs in by(trained(lines), "algorithm", "env_id", "steps").items():
@@ -140,7 +142,7 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
 
 def ablation_table(lines: list[dict]) -> str:
     """Mean return of the last training episodes of each variant, below that of the script as it is."""
-    path = PUBLISHED / "learning.jsonl"
+    path = RESULTS / "learning.jsonl"
     whole = [line | {"variant": "as it is"} for line in (results.read(path) if path.exists() else [])]
     compared = {(line["algorithm"], line["env_id"]) for line in lines}
     lines = [line for line in [*whole, *lines] if (line["algorithm"], line["env_id"]) in compared]
@@ -228,7 +230,7 @@ def draw(axis, curves: list[dict], key: str) -> None:
 
 def mark(axis, algorithm: str, env_id: str, key: str) -> None:
     """CleanRL's figure: by steps, a point where our runs end; by time, a level; after more steps, told."""
-    literature = results.read(PUBLISHED / "literature.jsonl", results.check_literature)
+    literature = results.read(RESULTS / "literature.jsonl", results.check_literature)
     styles = itertools.cycle(["--", ":"])
     for line in literature:
         if (line["algorithm"], line["env_id"], line["source"]) == (algorithm, env_id, "CleanRL"):
@@ -308,8 +310,7 @@ def unfinished_runs(folder: Path, ended: set[str]) -> Iterator[tuple[dict, dict]
         if job in ended:
             continue
         runs = about.parent
-        starts = [float(line) for line in (runs / "starts.txt").read_text().split()]
-        episodes = episode_curve(runs, starts, groups=sys.maxsize)
+        episodes = episode_curve(runs, groups=sys.maxsize)
         if not episodes["step"]:
             continue
         made_with = json.loads(about.read_bytes())
@@ -360,8 +361,8 @@ def take_over(folders: list[Path], variant: str | None = None) -> None:
     """
     name = "ablation" if variant else "learning"
     files = {
-        PUBLISHED / f"{name}.jsonl": results.check_run,
-        PUBLISHED / f"{name}.curves.jsonl": results.check_curve,
+        RESULTS / f"{name}.jsonl": results.check_run,
+        RESULTS / f"{name}.curves.jsonl": results.check_curve,
     }
     old, curves = (results.read(path, check) if path.exists() else [] for path, check in files.items())
     found = {identity(line): line for line in old}

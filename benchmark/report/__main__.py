@@ -13,12 +13,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import learning
-import plots
-import results
-import tables
-from common import PUBLISHED, ROOT, refuse
-from tables import machines
+from benchmark import RESULTS, ROOT
+from benchmark.report import learning, plots, results, tables
+from benchmark.report.tables import machines
+from benchmark.terminal import refuse
 
 SHOWN = re.compile(r"\((?:docs/)?plots/((\w+)-([\w-]+)\.png)\)")
 MARKED = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -26,6 +24,7 @@ MARKED = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTA
 # Kind of table: what makes it, and what a line of its file is.
 TABLES = {
     "speed": (tables.speed_table, results.check_run),
+    "algorithms": (tables.algorithms_table, results.check_run),
     "learning": (tables.learning_table, results.check_run),
     "returns": (learning.returns_table, results.check_run),
     "headline": (partial(learning.returns_table, short=True), results.check_run),
@@ -59,7 +58,7 @@ def render(text: str) -> str:
         if match[2] not in TABLES:
             raise results.ResultsError(f"there is no table of kind {match[2]}; kinds are {', '.join(TABLES)}")
         make, check = TABLES[match[2]]
-        path = PUBLISHED / match[3]
+        path = RESULTS / match[3]
         content = f"\n{make(results.read(path, check))}\n\n" if path.exists() else ""
         return f"{match[1]}{content}{match[4]}"
 
@@ -115,7 +114,7 @@ def report_folder(folder: Path) -> None:
 
 def published_plot(name: str, kind: str):
     """The figure of NAME.jsonl and NAME.curves.jsonl in results/. Raises ResultsError where there is none."""
-    path, curves = PUBLISHED / f"{name}.jsonl", PUBLISHED / f"{name}.curves.jsonl"
+    path, curves = RESULTS / f"{name}.jsonl", RESULTS / f"{name}.curves.jsonl"
     lines = results.read(path, results.check_scaling if kind == "scaling" else results.check_run)
     plot = (LEARNING_PLOTS | PLOTS | {"scaling": lambda lines, _: plots.plot_scaling(lines)}).get(kind)
     if kind not in LEARNING_PLOTS and len(machines(lines)) != 1:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 LABELS = {
+    "cleanrl": "CleanRL",
     "sb3": "Stable-Baselines3",
     "sbx": "SBX (JAX)",
     "eager": "LeanRL eager",
@@ -20,6 +21,7 @@ LABELS = {
 }
 
 
+PEERS = ("cleanrl", "sb3", "sbx")
 AGENT_MODES = {"seeds": "one process", "workers": "`--env-workers`", "processes": "a process each"}
 
 
@@ -182,6 +184,22 @@ def speed_table(lines: list[dict]) -> str:
 
 
 @by_machine
+def algorithms_table(lines: list[dict]) -> str:
+    """A row an algorithm: steps/s of others and of ours, and how much faster ours is than the best other."""
+    others = [mode for mode in LABELS if mode in PEERS]
+    rows = []
+    for (algorithm, env_id, _), group in by(timed(lines), "algorithm", "env_id", "steps").items():
+        modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
+        speed = {mode: statistics.median(line["sps"] for line in runs) for mode, runs in modes.items()}
+        best = max((mode for mode in others if mode in modes), key=speed.get, default=None)
+        beside = ratio(modes["compile"], modes[best]) if best and "compile" in modes else ""
+        cells = [f"{speed[mode]:,.0f}" if mode in speed else "" for mode in (*others, "eager", "compile")]
+        rows.append([f"{algorithm}, {env_id}", *cells, beside])
+    header = [LABELS[mode] for mode in (*others, "eager", "compile")]
+    return markdown(["steps/s", *header, "x the best other"], rows)
+
+
+@by_machine
 def learning_table(lines: list[dict]) -> str:
     """Returns of training: the last 10 episodes of each seed, and the mean of the last 100 over the seeds."""
     rows = []
@@ -316,7 +334,7 @@ def settings_table(lines: list[dict]) -> str:
     return markdown(header, rows)
 
 
-# What the axes of benchmark/scaling.py are called, and what costs along them.
+# What the axes of benchmark.studies.scaling are called, and what costs along them.
 AXES = {"num_envs": "environments", "batch_size": "batch", "width": "width"}
 UNITS = {"num_envs": "agent step", "batch_size": "row of a batch", "width": "gradient step"}
 

@@ -1,6 +1,6 @@
 """What many agents in one process cost, beside as many processes of one agent each.
 
-    ./run.sh python benchmark/agents.py [--scripts NAME ...] [--agents N ...] [--workers N ...]
+    ./run.sh python -m benchmark.studies.agents [--scripts NAME ...] [--agents N ...] [--workers N ...]
         [--rounds R] [--output FILE]
 
 Times <script>_seeds.py with --compile for each number of agents, and as many processes of the twin at a time,
@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import results
-import tables
 import tyro
-from common import LEANRL, check_names, lines_of_output, refuse
-from job import provenance, summary_of, usable_cores
+
+from benchmark import LEANRL
+from benchmark.machine import provenance, summary_of, usable_cores
+from benchmark.report import results, tables
+from benchmark.terminal import check_names, lines_of_output, refuse
 
 STARTS = 500  # agent steps before learning
 STEPS = 2000  # with learning, over all agents; of each at least a tenth

@@ -1,8 +1,8 @@
 """Run the code that Inductor generates for an H100, in Triton's interpreter, and compare the results.
 
-    python benchmark/cuda_interpret.py [--scripts ppo_continuous_action]
+    python -m benchmark.studies.cuda_interpret [--scripts ppo_continuous_action]
 
-Takes the graphs of benchmark/cuda_code.py, which also says what this needs. Each gets random inputs; one
+Takes the graphs of benchmark.studies.cuda_code, which also says what this needs. Each gets random inputs; one
 copy of these goes through the operations of the graph, by ATen, the other through the generated code, in
 which Triton's kernels are interpreted and matrix products are ATen's. Then all that was returned or written
 in place has to agree. Minutes a script.
@@ -23,13 +23,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest.mock import patch
 
-import cuda_code
 import numpy as np
 import torch
 import tyro
 from torch._inductor import config
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime.triton_heuristics import GridExpr
+
+from benchmark.studies import cuda_code
 
 TOLERANCE = 1e-4  # of the largest value of a tensor; float32 rounds sums of hundreds of terms
 # Less memory or, of Atari's frames, less time: 8 in a gradient step.

@@ -6,7 +6,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import LEANRL, ROOT, check_interpreter, check_names, refuse
+from benchmark import LEANRL, ROOT
+from benchmark.report.tables import PEERS
+from benchmark.terminal import check_interpreter, check_names, refuse
 
 # The suffix of the script and its flags; of a library, None.
 MODES = {
@@ -19,10 +21,10 @@ MODES = {
     # As many agents in a process as that script trains by default, whose seeds count up from that of the run.
     "seeds": ("_seeds", ("--compile",)),
     "seeds_both": ("_seeds", ("--compile", "--cudagraphs")),
+    "cleanrl": None,
     "sb3": None,
     "sbx": None,
 }
-PEERS = ("sb3", "sbx")
 SEEDS = ("seeds", "seeds_both")
 CUDA_MODES = ("cudagraphs", "both", "tf32", "seeds_both")
 MUJOCO = ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4")
@@ -47,7 +49,7 @@ class Task:
     env_option: str = "env_ids"
     """the argument of a sweep that names its environments"""
     peers: tuple[str, ...] = PEERS
-    """the libraries that can do it"""
+    """the libraries that do it"""
 
 
 TASKS = {
@@ -72,7 +74,7 @@ TASKS = {
         learning_seeds=(1, 2),
         env_id="Breakout-v5",
         env_option="atari_env_ids",
-        peers=("sb3",),  # SBX has no policy for images
+        peers=("cleanrl", "sb3"),  # SBX has no policy for images
     ),
     "dqn": Task(
         quick=30_000,
@@ -119,7 +121,7 @@ class Args:
     """eager scripts; the other modes run their siblings"""
     modes: tuple[str, ...] | None = None
     """eager, twin (no flag), compile, cudagraphs, both, tf32 (both with --matmul-precision high); of several
-    agents in a process seeds (compile) and seeds_both; with --peers also sb3 and sbx"""
+    agents in a process seeds (compile) and seeds_both; with --peers also cleanrl, sb3 and sbx"""
     seeds: tuple[int, ...] | None = None
     """seeds, each a round of all that is compared"""
     env_ids: tuple[str, ...] | None = None
@@ -180,22 +182,18 @@ class Run:
         parts = (self.algorithm, self.mode, self.env_id.replace("/", "_"), self.steps, f"seed{self.seed}")
         return "-".join(map(str, parts))
 
-    def command(self, peers: Path | None) -> tuple[str, ...]:
+    def command(self, peers: Path | None) -> list[str]:
         """The command that does it, of a library with the interpreter `peers`."""
         values = {"env-id": self.env_id, "seed": self.seed, "total-timesteps": self.steps}
         values |= {} if self.learning_starts is None else {"learning-starts": self.learning_starts}
         values |= {} if self.checkpoint_every is None else {"checkpoint-every": self.checkpoint_every}
         options = [f"--{name}={value}" for name, value in values.items()]
         if self.mode in PEERS:
-            return (
-                str(peers.absolute()),
-                str(ROOT / "benchmark" / "peers.py"),
-                self.mode,
-                self.algorithm,
-                *options,
-            )
+            library = [] if self.mode == "cleanrl" else [self.mode]
+            program = ROOT / "benchmark" / "peers" / f"{'cleanrl' if not library else 'sb3_sbx'}.py"
+            return [str(peers.absolute()), str(program), *library, self.algorithm, *options]
         _, flags = MODES[self.mode]
-        return (sys.executable, str(script_of(self.algorithm, self.mode)), *flags, *options)
+        return [sys.executable, str(script_of(self.algorithm, self.mode)), *flags, *options]
 
 
 def check_args(args: Args) -> None:
@@ -225,7 +223,7 @@ def check_args(args: Args) -> None:
         refuse("--runs-per-gpu takes 1 on Slurm, which gives each run GPUs of its own")
     check_interpreter("peers", args.peers)
     if not args.peers and set(args.modes or ()) & set(PEERS):
-        refuse("--modes sb3 and sbx need --peers: use ./run.sh peers")
+        refuse(f"--modes {', '.join(PEERS)} need --peers: use ./run.sh peers")
 
 
 def visible_gpus(args: Args) -> list[str]:
@@ -240,68 +238,52 @@ def visible_gpus(args: Args) -> list[str]:
     return named.split(",")[:count] if named else list(map(str, range(count)))
 
 
-def runnable(mode: str, args: Args, gpus: list[str]) -> bool:
-    """Whether this machine can run a mode; tells why not."""
-    reason = None
+def obstacle(mode: str, script: str, args: Args, gpus: list[str]) -> str | None:
+    """Why a mode of a script cannot be run here; None if it can, or where the library does not do it."""
+    if mode in SEEDS and not script_of(script, mode).exists():
+        return f"needs leanrl/{script_of(script, mode).name}, which there is not"
     if mode in CUDA_MODES and not gpus:
-        reason = (
-            "needs CUDA: --gpus-per-job asks for GPUs"
-            if args.cluster == "slurm"
-            else "needs CUDA, and there is no device"
-        )
-    elif mode in ("compile", "seeds") and not gpus and args.cluster == "local":
+        slurm = args.cluster == "slurm"
+        return f"needs CUDA{': --gpus-per-job asks for GPUs' if slurm else ', and there is no device'}"
+    if mode in ("compile", "seeds") and not gpus and args.cluster == "local":
         compilers = (os.environ.get("CXX") or "g++", "clang++")
-        reason = None if any(map(shutil.which, compilers)) else "needs a C++ compiler such as g++"
-    if reason:
-        print(f"skipped: {mode} {reason}", file=sys.stderr)
-    return reason is None
-
-
-def fits(mode: str, script: str) -> bool:
-    """Whether there is something to run for a mode of a script; of many agents tells where there is not."""
-    if mode in PEERS:
-        return mode in TASKS[script].peers
-    exists = mode not in SEEDS or script_of(script, mode).exists()
-    if not exists:
-        print(
-            f"skipped: {mode} needs leanrl/{script_of(script, mode).name}, which there is not",
-            file=sys.stderr,
-        )
-    return exists
+        return None if any(map(shutil.which, compilers)) else "needs a C++ compiler such as g++"
+    return None
 
 
 def select(args: Args, gpus: list[str]) -> list[Run]:
     """The runs asked for, in the order of their start: all that is compared, seed after seed."""
     profile, learning = PROFILES[args.profile], args.profile == "learning"
-    default = profile.modes or (("both",) if gpus else ("compile",))
-    modes = (
-        *(default if args.modes is None else args.modes),
-        *(PEERS if args.peers and args.modes is None else ()),
-    )
-    modes = [mode for mode in modes if runnable(mode, args, gpus)]
+    modes = profile.modes or (("both",) if gpus else ("compile",)) if args.modes is None else args.modes
+    if args.peers and args.modes is None:
+        modes = (*modes, *PEERS)
     rounds: dict[int, list[Run]] = {}
+    skipped = set()
     for script in args.scripts:
         task = TASKS[script]
         steps = args.total_timesteps or getattr(task, args.profile)
         learning_starts = task.learning_starts
         if learning_starts is not None and profile.checkpoint_every is None:
             learning_starts = min(1000, steps // 3)
-        fit = [mode for mode in modes if fits(mode, script)]
         env_ids = getattr(args, task.env_option)
         if env_ids is None:
             env_ids = task.learning_env_ids if learning else (task.env_id,)
-        seeds = args.seeds if args.seeds is not None else profile.seeds or task.learning_seeds
-        for seed in seeds:
+        fit = []
+        for mode in modes:
+            if reason := obstacle(mode, script, args, gpus):
+                skipped.add(f"skipped: {mode} {reason}")
+            elif mode not in PEERS or mode in task.peers:
+                fit.append(mode)
+        for seed in args.seeds if args.seeds is not None else profile.seeds or task.learning_seeds:
             for env_id in env_ids:
                 for mode in fit:
-                    every = (
-                        None
-                        if mode in (*PEERS, *SEEDS)
-                        else args.checkpoint_every or profile.checkpoint_every
-                    )
-                    rounds.setdefault(seed, []).append(
-                        Run(script, mode, env_id, seed, steps, learning_starts, every)
-                    )
+                    # Libraries and many agents cannot go on from what a sweep finds.
+                    every = args.checkpoint_every or profile.checkpoint_every
+                    every = None if mode in (*PEERS, *SEEDS) else every
+                    run = Run(script, mode, env_id, seed, steps, learning_starts, every)
+                    rounds.setdefault(seed, []).append(run)
+    for line in sorted(skipped):
+        print(line, file=sys.stderr)
     runs = [run for seed in rounds.values() for run in seed]
     if not runs:
         refuse("nothing is selected: --scripts, --modes, --seeds and environments leave nothing to run here")

@@ -1,7 +1,7 @@
 """Train one algorithm with Stable-Baselines3 or SBX and print a summary like those of the scripts.
 
-    python benchmark/peers.py {sb3,sbx} SCRIPT --env-id=ID --seed=N --total-timesteps=N [--learning-starts=N]
-        [--num-envs=N] [--batch-size=N] [--width=N] [--num-steps=N] [--settle=N]
+    python benchmark/peers/sb3_sbx.py {sb3,sbx} SCRIPT --env-id=ID --seed=N --total-timesteps=N
+        [--learning-starts=N] [--num-envs=N] [--batch-size=N] [--width=N] [--num-steps=N] [--settle=N]
 
 Same task and networks, same batches and number of gradient steps as the scripts have by default, or with the
 sizes that are given (not of Atari); everything else is the library's default. PPO goes without the

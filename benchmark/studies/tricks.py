@@ -1,6 +1,6 @@
 """Measure what docs/tricks.md names one by one: each against what it replaces, in micro- or milliseconds.
 
-    ./run.sh python benchmark/tricks.py [--output benchmark/results/tricks.jsonl]
+    ./run.sh python -m benchmark.studies.tricks [--output benchmark/results/tricks.jsonl]
 
 Uses the sizes of the scripts on their default tasks, on the CUDA device if there is one. SAC: 17
 observations, 6 actions, batches of 256, two critics of 256 and 256 units. PPO: 2048 steps, or minibatches of
@@ -20,15 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import results
 import torch
 import torch.nn.functional as F
 import tyro
-from common import lines_of_output
-from job import provenance
-from tables import tricks_table
 from torch import Tensor, nn, optim
 from torch.func import functional_call, stack_module_state, vmap
+
+from benchmark.machine import provenance
+from benchmark.report import results
+from benchmark.report.tables import tricks_table
+from benchmark.terminal import lines_of_output
 
 OBS, ACTIONS, BATCH, ROUNDS = 17, 6, 256, 15
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

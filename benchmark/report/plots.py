@@ -4,7 +4,8 @@ import statistics
 import textwrap
 
 import numpy as np
-from tables import (
+
+from benchmark.report.tables import (
     AXES,
     LABELS,
     UNITS,
@@ -28,6 +29,7 @@ SCRIPT_STYLES = {
     "dqn": ("#CC79A7", "v"),
 }
 MODE_COLOURS = (
+    "#BBBBBB",
     "#999999",
     "#555555",
     "#E69F00",

@@ -1,6 +1,6 @@
 """What the matrix products of a script would allow, were they all: a bound on its speed.
 
-    ./run.sh python benchmark/roofline.py [--scripts NAME ...] [--output benchmark/results/roofline.jsonl]
+    ./run.sh python -m benchmark.studies.roofline [--scripts NAME ...] [--output FILE]
 
 Counts the floating-point operations of products and convolutions in an agent step, with all that is learnt
 in one, by PyTorch's own counter, in the eager script at its default sizes; measures how many the machine's
@@ -20,13 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-import results
 import torch
 import tyro
-from common import LEANRL, check_names, lines_of_output
-from job import provenance, summary_of
-from tables import roofline_table
 from torch.utils.flop_counter import FlopCounterMode
+
+from benchmark import LEANRL
+from benchmark.machine import provenance, summary_of
+from benchmark.report import results
+from benchmark.report.tables import roofline_table
+from benchmark.terminal import check_names, lines_of_output
 
 # Two lengths of a run, whose difference has no start-up, and the length of the one that is timed.
 LENGTHS = {

@@ -1,6 +1,6 @@
 """How the cost of a script grows with the number of environments, the batch and the width of networks.
 
-    ./run.sh python benchmark/scaling.py [--scripts NAME ...] [--axes AXIS ...] [--peers PYTHON]
+    ./run.sh python -m benchmark.studies.scaling [--scripts NAME ...] [--axes AXIS ...] [--peers PYTHON]
         [--output FILE]
 
 Times each twin with --compile along one axis at a time, one run a point, and, where there is an interpreter
@@ -23,14 +23,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import results
-import tables
 import tyro
-from common import LEANRL, ROOT, check_interpreter, check_names, lines_of_output
-from job import mebibytes, provenance, summary_of
-from selection import TASKS
 
-PEERS = ROOT / "benchmark" / "peers.py"
+from benchmark import LEANRL, ROOT
+from benchmark.machine import mebibytes, provenance, summary_of
+from benchmark.report import results, tables
+from benchmark.sweep.runs import TASKS
+from benchmark.terminal import check_interpreter, check_names, lines_of_output
+
+PEERS = ROOT / "benchmark" / "peers" / "sb3_sbx.py"
 VALUES = {"num_envs": (1, 4, 16, 64, 256), "batch_size": (64, 256, 1024, 4096), "width": (64, 256, 1024)}
 # Environments, batch and width of the defaults.
 DEFAULTS = {

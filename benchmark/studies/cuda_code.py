@@ -1,6 +1,6 @@
 """Code for a GPU without one: what Inductor makes of the twins' graphs for an NVIDIA H100, counted.
 
-    python benchmark/cuda_code.py [--scripts NAME ...] [--output benchmark/results/cuda_code.jsonl]
+    python -m benchmark.studies.cuda_code [--scripts NAME ...] [--output benchmark/results/cuda_code.jsonl]
 
 Runs each twin with --compile on the CPU up to its training loop and keeps the graphs that Inductor gets.
 Then their devices become a CUDA device with the properties of an H100, and Inductor lowers and schedules
@@ -37,11 +37,8 @@ from tempfile import TemporaryDirectory
 from types import CodeType, ModuleType, SimpleNamespace
 from unittest.mock import patch
 
-import results
 import torch
 import tyro
-from common import LEANRL, ROOT, check_names, lines_of_output, refuse
-from job import commit
 from torch import fx
 from torch._dynamo.device_interface import CudaInterface
 from torch._guards import TracingContext, tracing
@@ -53,12 +50,17 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._triton import has_triton
 
+from benchmark import LEANRL, ROOT
+from benchmark.machine import commit
+from benchmark.report import results
+from benchmark.terminal import check_names, lines_of_output, refuse
+
 # Of an environment of its own, or of any of --env-ids, and what else a script needs.
 SCRIPTS = {
     "sac_continuous_action": (None, ()),
     "td3_continuous_action": (None, ()),
     "ppo_continuous_action": (None, ()),  # for one environment it acts in NumPy
-    "ppo_continuous_action --num-envs 1024": (None, ("--num-envs", "1024")),
+    "ppo_continuous_action --num-envs 1024": (None, ("--num-envs", "1024", "--total-timesteps", "4000000")),
     "ppo_atari_envpool": ("Breakout-v5", ()),
     "dqn": ("CartPole-v1", ()),  # for up to 64 environments it acts in NumPy
     "dqn --num-envs 65": ("CartPole-v1", ("--num-envs", "65")),
@@ -292,7 +294,8 @@ def count(code: str) -> tuple[int, dict[str, int], dict[str, str]]:
     [run] = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "call"]
     called = [ast.unparse(node.func) for node in ast.walk(run) if isinstance(node, ast.Call)]
     launches = sum(name.endswith(".run") and name.removesuffix(".run") in sources for name in called)
-    return launches, dict(Counter(match[1] for match in map(EXTERN.match, called) if match)), sources
+    extern = Counter(match[1] for match in map(EXTERN.match, called) if match and match[1] != "view")
+    return launches, dict(extern), sources
 
 
 def compile_kernel(name: str, source: str) -> bool:

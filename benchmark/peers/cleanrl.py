@@ -1,0 +1,144 @@
+"""Run a script of CleanRL, as it is and with its own defaults, and print a summary like those of ours.
+
+    python benchmark/peers/cleanrl.py SCRIPT --env-id=ID --seed=N --total-timesteps=N [--learning-starts=N]
+        [--cleanrl DIR]
+
+The scripts are those of the package cleanrl 1.2.0 or, with --cleanrl, of a checkout of its repository. They
+were written for older libraries. What has changed since is stood in for here: the module `gym`, automatic
+resets and what infos then hold, and an argument of a wrapper. SPS counts from the first "charts/SPS" that a
+script logs, when it learns, to the last.
+"""
+
+import argparse
+import json
+import runpy
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import envpool
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from torch.utils.tensorboard import SummaryWriter
+
+START_TIME = time.perf_counter()
+SCRIPTS = (
+    "sac_continuous_action",
+    "td3_continuous_action",
+    "ppo_continuous_action",
+    "ppo_atari_envpool",
+    "dqn",
+)
+
+
+class SyncVectorEnv(gymnasium.vector.SyncVectorEnv):
+    """Gymnasium 0.29: resets at the end of an episode, and lists what each environment ended with."""
+
+    def __init__(self, env_fns: list):
+        super().__init__(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
+
+    def step(self, actions: np.ndarray) -> tuple:
+        obs, rewards, terminated, truncated, infos = super().step(actions)
+        if "final_obs" in infos:
+            episode, ended = infos["final_info"]["episode"], infos["final_info"]["_episode"]
+            infos["final_observation"] = infos["final_obs"]
+            infos["final_info"] = [
+                {"episode": {key: episode[key][index] for key in ("r", "l")}} if over else None
+                for index, over in enumerate(ended)
+            ]
+        return obs, rewards, terminated, truncated, infos
+
+
+class GymSyncVectorEnv(SyncVectorEnv):
+    """The same of gym 0.21: one kind of end, and a list of infos."""
+
+    def reset(self) -> np.ndarray:
+        return super().reset()[0]
+
+    def step(self, actions: np.ndarray) -> tuple:
+        obs, rewards, terminated, truncated, infos = super().step(actions)
+        listed = [{} for _ in range(self.num_envs)]
+        for index in np.flatnonzero(terminated | truncated):
+            ended = {"terminal_observation": infos["final_obs"][index], **infos["final_info"][index]}
+            listed[index] = ended | {"TimeLimit.truncated": bool(truncated[index])}
+        return obs, rewards, terminated | truncated, listed
+
+
+class GymRecordEpisodeStatistics(gymnasium.wrappers.RecordEpisodeStatistics):
+    """An environment of gym 0.21, which is seeded by itself."""
+
+    def seed(self, seed: int) -> None:
+        self.reset(seed=seed)
+
+
+class GymGames(gymnasium.Wrapper):
+    """EnvPool's games with the interface of gym 0.21."""
+
+    def reset(self, **_) -> np.ndarray:
+        return self.env.reset()[0]
+
+    def step(self, actions: np.ndarray) -> tuple:
+        obs, rewards, terminated, truncated, infos = self.env.step(actions)
+        return obs, rewards, terminated | truncated, infos
+
+
+class TransformObservation(gymnasium.wrappers.TransformObservation):
+    """The wrapper, which did not ask for the space of what it makes."""
+
+    def __init__(self, env: gymnasium.Env, function, observation_space=None):
+        super().__init__(env, function, observation_space or env.observation_space)
+
+
+def stand_in() -> None:
+    """Put the stand-ins where CleanRL's scripts look for them."""
+    make_games = envpool.make
+    envpool.make = lambda *args, env_type, **options: GymGames(
+        make_games(*args, env_type="gymnasium", **options)
+    )
+    gymnasium.vector.SyncVectorEnv = SyncVectorEnv
+    gymnasium.wrappers.TransformObservation = TransformObservation
+    gym, distutils, util = ModuleType("gym"), ModuleType("distutils"), ModuleType("distutils.util")
+    gym.make, gym.spaces, gym.Wrapper = gymnasium.make, gymnasium.spaces, gymnasium.Wrapper
+    gym.vector = SimpleNamespace(SyncVectorEnv=GymSyncVectorEnv)
+    gym.wrappers = SimpleNamespace(RecordEpisodeStatistics=GymRecordEpisodeStatistics)
+    util.strtobool = lambda text: text.lower() in ("true", "1", "yes")
+    sys.modules |= {"gym": gym, "distutils": distutils, "distutils.util": util}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("script", choices=SCRIPTS)
+    parser.add_argument("--cleanrl", type=Path)
+    parser.add_argument("--env-id", required=True)
+    for name in ("--seed", "--total-timesteps", "--learning-starts"):
+        parser.add_argument(name, type=int, required=name != "--learning-starts")
+    args = parser.parse_args()
+    root = args.cleanrl or Path(metadata.distribution("cleanrl").locate_file(""))
+    path = root / "cleanrl" / f"{args.script}.py"
+    stand_in()
+    times, add_scalar = [], SummaryWriter.add_scalar
+
+    def note_time(writer: SummaryWriter, tag: str, value: float, step: int, **options) -> None:
+        if tag == "charts/SPS":
+            times.append((step, time.perf_counter()))
+        add_scalar(writer, tag, value, step, **options)
+
+    SummaryWriter.add_scalar = note_time
+    given = vars(args).items()
+    options = [
+        (name, value) for name, value in given if value is not None and name not in ("script", "cleanrl")
+    ]
+    sys.argv = [str(path), *(f"--{name.replace('_', '-')}={value}" for name, value in options)]
+    script = runpy.run_path(str(path), run_name="__main__")
+    (first, start), (last, end) = times[0], times[-1]
+    summary = {"script": "cleanrl", "env_id": args.env_id, "seed": args.seed}
+    summary |= {"total_timesteps": args.total_timesteps, "startup_seconds": None}
+    summary |= {"sps": (last - first) / (end - start) if last > first else None}
+    print(json.dumps(summary | {"wall_seconds": end - START_TIME, "device": str(script["device"])}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Run the scripts of leanrl/ side by side and measure them: ./run.sh calls this.
+
+    ./run.sh                                        the profile `quick`: every script, eager against compiled
+    ./run.sh --profile speed                        all modes, three seeds
+    ./run.sh --profile learning --folder sweeps/learning      learning curves as published, on all cores
+    ./run.sh --profile full --workers 4             every mode at that protocol, four runs at a time
+    ./run.sh --profile full --cluster slurm --partition gpu --gpus-per-job 1 --cores-per-job 8
+
+A sweep is a folder. Started again it does what is missing and what failed; runs with checkpoints go on from
+their newest one. Each run is a process of its own, and those that are compared are interleaved: every script
+in every mode with the first seed, then all of it with the next. docs/benchmark.md says more. Exit status: 0
+all runs are done, 1 some failed or were not started, 2 a bad argument, 130 after Ctrl+C.
+"""
+
+import re
+import signal
+import statistics
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import TextIO
+
+import submitit
+import tyro
+
+from benchmark.machine import usable_cores
+from benchmark.report import results
+from benchmark.report.__main__ import report_folder
+from benchmark.sweep.executors import Attempt, Slurm, ThisMachine
+from benchmark.sweep.folder import Record, claim, default_folder, read_outcome
+from benchmark.sweep.process import SAVE_SECONDS, Job, interrupt, tail
+from benchmark.sweep.runs import PROFILES, Args, Run, check_args, select, visible_gpus
+from benchmark.terminal import PROGRAM, say
+
+
+class Sweep:
+    """The runs of a selection on their way into the files of results of a folder."""
+
+    def __init__(self, args: Args, runs: list[Run], folder: Path, gpus: list[str], lock: TextIO):
+        profile = PROFILES[args.profile]
+        self.runs, self.folder, self.peers, self.most_attempts = runs, folder, args.peers, args.attempts
+        self.time_limit = 60 * (args.time_limit or profile.time_limit)
+        all_at_once = profile.every_core and args.cluster == "local"
+        workers = args.workers or ((len(gpus) or usable_cores()) if all_at_once else 1)
+        if args.cluster == "slurm":
+            self.executor = Slurm(args, workers, folder, self.time_limit)
+        else:
+            self.executor = ThisMachine(args, workers, gpus, lock.fileno())
+        self.record = Record(folder, args.profile)
+        self.seconds: dict[tuple[str, str], list[float]] = {}  # that runs of a script and mode took
+        self.done, self.failed, self.attempts = 0, 0, dict.fromkeys(runs, 0)  # attempts of this call
+        self.running: dict[Run, Attempt] = {}
+        self.shown = None
+        before = self.record.restore({run.name for run in runs})
+        for line in before:
+            self.note_seconds(line)
+        names = {line["job"] for line in before}
+        self.done = sum(run.name in names for run in runs)
+        self.queue = deque(run for run in runs if run.name not in names and not self.take_up(run))
+        self.done_before = self.done
+
+    def take_up(self, run: Run) -> bool:
+        """Go on with the last attempt of an earlier sweep, if it ended well or the cluster still has it."""
+        attempts = self.record.attempts(run)
+        if not attempts:
+            return False
+        if outcome := read_outcome(attempts[-1]):
+            line, curve = self.record.lines_of(run, outcome, int(attempts[-1].name))
+            if line["status"] == "ok":
+                self.add(line, curve)
+                return True
+        attempt = self.executor.found(attempts[-1])
+        if attempt is None:
+            return False
+        self.attempts[run], self.running[run] = 1, attempt
+        return True
+
+    def note_seconds(self, line: dict) -> None:
+        """Remember how long a run took, to foretell others; of one taken up only the last part is known."""
+        if line.get("wall_seconds") and line.get("resumed") is None:
+            self.seconds.setdefault((line["algorithm"], line["mode"]), []).append(line["wall_seconds"])
+
+    def add(self, line: dict, curve: dict) -> None:
+        """Put the lines of a run that has ended on record."""
+        self.record.add(line, curve)
+        if line["status"] == "ok":
+            self.done += 1
+            self.note_seconds(line)
+        else:
+            self.failed += 1
+            say(f"failed: {line['job']}: {line['reason']}\n{line['log']}")
+
+    def submit(self, runs: list[Run], places: list[int]) -> None:
+        """Start runs, each in a folder of its own, with the compiled code of earlier ones of its kind."""
+        folders = [self.record.new_attempt(run) for run in runs]
+        jobs = []
+        for run in runs:
+            cache = self.folder / "cache" / f"{run.algorithm}-{run.mode}-{run.env_id.replace('/', '_')}"
+            resumable = run.checkpoint_every is not None
+            jobs.append(Job(run.command(self.peers), str(cache), self.time_limit, resumable))
+        for run, attempt in zip(runs, self.executor.start(folders, jobs, places), strict=True):
+            self.attempts[run] += 1
+            self.running[run] = attempt
+
+    def collect(self) -> None:
+        """Record the runs that have ended, or put them back into the queue for another attempt."""
+        self.executor.look()
+        for run, attempt in list(self.running.items()):
+            attempt.ended = (attempt.ended or time.monotonic()) if self.executor.ended(attempt) else None
+            outcome = read_outcome(attempt.folder)
+            # What a node has written may take a minute to be seen here.
+            if not outcome and (
+                attempt.ended is None or time.monotonic() < attempt.ended + self.executor.patience
+            ):
+                continue
+            del self.running[run]
+            if not outcome:
+                died = {"status": "failed", "reason": "the process that ran it died"}
+                outcome = died | {"log": self.executor.log(attempt)}
+            # Status 2 is a bad argument, which would be no better the second time.
+            hopeless = self.attempts[run] >= self.most_attempts or outcome.get("reason") == "exit status 2"
+            if outcome["status"] == "failed" and not hopeless:
+                say(f"once more: {run.name}: {outcome['reason']}")
+                self.queue.appendleft(run)
+            else:
+                self.add(*self.record.lines_of(run, outcome, int(attempt.folder.name)))
+
+    def run(self) -> None:
+        """Do all that is missing."""
+        while self.queue or self.running:
+            if places := self.executor.free(list(self.running.values()), len(self.queue)):
+                self.submit([self.queue.popleft() for _ in places], places)
+            self.show()
+            time.sleep(self.executor.pause)
+            self.collect()
+        self.show()
+
+    def stop(self) -> None:
+        """End all that is running, and see it end."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        for attempt in self.running.values():
+            self.executor.stop(attempt)
+        if self.running:
+            say(f"waiting for {len(self.running)} run{'s' * (len(self.running) > 1)} to end")
+        end = time.monotonic() + SAVE_SECONDS + 10
+        while not all(map(self.executor.ended, self.running.values())) and time.monotonic() < end:
+            time.sleep(0.2)
+            self.executor.look()
+
+    def minutes_left(self) -> str:
+        """An estimate from runs of the same script and mode, or all runs; none before the first has ended."""
+        if not self.seconds or not (self.queue or self.running):
+            return ""
+        means = {key: statistics.mean(values) for key, values in self.seconds.items()}
+        other, now = statistics.mean(means.values()), time.monotonic()
+        left = [means.get((run.algorithm, run.mode), other) for run in self.queue]
+        for run, attempt in self.running.items():
+            left.append(max(0.0, means.get((run.algorithm, run.mode), other) - (now - attempt.start)))
+        return f"{sum(left) / min(self.executor.workers, len(left)) / 60:.0f} min left"
+
+    def describe(self, run: Run, attempt: Attempt) -> str:
+        """A run that is going on, with how far it is, or what Slurm says of one that waits."""
+        if (state := self.executor.state(attempt)).startswith("PENDING"):
+            return state.lower()
+        log = attempt.folder / "log.txt"
+        percent = re.findall(r"(\d+)%\|", tail(log, 400)) if log.exists() else []
+        return f"{run.algorithm} {run.mode} seed {run.seed}{f' {percent[-1]} %' if percent else ''}"
+
+    def show(self) -> None:
+        """The line of progress: rewritten in place on a terminal, elsewhere a new one a change."""
+        states = tuple(sorted({self.executor.state(attempt) for attempt in self.running.values()}))
+        key = (self.done, self.failed, tuple(self.running), states)
+        if not sys.stderr.isatty() and key == self.shown:
+            return
+        self.shown = key
+        runs = [self.describe(run, attempt) for run, attempt in list(self.running.items())[:4]]
+        more = [f"{len(self.running) - 4} more"] if len(self.running) > 4 else []
+        failed = f" {self.failed} failed" if self.failed else ""
+        parts = ", ".join(filter(None, [*runs, *more, self.minutes_left()]))
+        say(f"[{self.done}/{len(self.runs)}]{failed} {parts}", passing=True)
+
+
+def work(args: Args, runs: list[Run], folder: Path, gpus: list[str]) -> int:
+    """Do the sweep of a folder, report it, and return the exit status."""
+    sweep = None
+    try:
+        lock = claim(folder)
+        sweep = Sweep(args, runs, folder, gpus, lock)
+        sweep.run()
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+        report_folder(folder)
+        if sweep.done_before == len(runs):
+            print("all of it was done before; --folder with another folder measures anew")
+        return int(sweep.done < len(runs))
+    except KeyboardInterrupt:
+        status, message = 130, "stopped"
+    except submitit.core.utils.FailedJobError as error:
+        status, message = (
+            2,
+            f"{PROGRAM}: error: Slurm refused the runs: {' '.join(str(error).split())[-300:]}",
+        )
+    except (results.ResultsError, OSError) as error:
+        status, message = 2, f"{PROGRAM}: error: --folder {folder}: {error}"
+    if sweep:
+        sweep.stop()
+        message += f"; {sweep.done} of {len(runs)} runs are done; start again to go on"
+    say(message)
+    return status
+
+
+def main() -> int:
+    args = tyro.cli(Args)
+    check_args(args)
+    gpus = visible_gpus(args)
+    runs = select(args, gpus)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+    return work(args, runs, (args.folder or default_folder(args.profile)).absolute(), gpus)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

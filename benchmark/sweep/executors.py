@@ -1,0 +1,194 @@
+"""Where runs go on: on this machine, each on cores of its own, or as jobs on a Slurm cluster."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import submitit
+
+from benchmark import ROOT
+from benchmark.sweep.process import Job, last_lines, run_job
+from benchmark.sweep.runs import Args
+from benchmark.terminal import refuse
+
+# States of Slurm jobs that come to nothing more; GONE is ours, for those that Slurm has forgotten.
+SLURM_ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "GONE"}
+SLURM_ENDED |= {"NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
+
+
+@dataclass
+class Attempt:
+    """A run that has been started; `ended` is when it seemed to have ended, if it did."""
+
+    folder: Path
+    process: subprocess.Popen | submitit.Job
+    place: int = 0
+    """which worker's cores and GPU it has, on this machine"""
+    start: float = field(default_factory=time.monotonic)
+    ended: float | None = None
+
+
+def write_job(folder: Path, job: Job) -> None:
+    """Put a job into its folder, where the process that does it finds it."""
+    (folder / "job.json").write_text(json.dumps(asdict(job)))
+
+
+def core_shares(workers: int) -> list[list[int]]:
+    """The cores of each worker, as many for each, threads of a core together; none if not known."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [[]] * workers
+
+    def first_sibling(core: int) -> int:
+        path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        return int(re.split("[,-]", path.read_text())[0]) if path.exists() else core
+
+    cores = sorted(os.sched_getaffinity(0), key=lambda core: (first_sibling(core), core))
+    if workers > len(cores):
+        refuse(f"--workers and --runs-per-gpu: {workers} runs at a time, and there are {len(cores)} cores")
+    share = len(cores) // workers
+    return [cores[index * share : (index + 1) * share] for index in range(workers)]
+
+
+class ThisMachine:
+    """This machine: as many runs at a time as there are workers."""
+
+    pause = 0.25
+    """seconds from one look at the runs to the next"""
+    patience = 0.0
+    """seconds after the end of a run for which its outcome may not have been seen here"""
+
+    def __init__(self, args: Args, workers: int, gpus: list[str], lock: int):
+        if gpus and workers > len(gpus):
+            refuse(f"--workers takes a number from 1 to {len(gpus)}, the GPUs at hand, got {workers}")
+        if args.runs_per_gpu > 1 and not gpus:
+            refuse(f"--runs-per-gpu takes 1 where there is no GPU, got {args.runs_per_gpu}")
+        self.runs_per_gpu, self.workers, self.gpus = args.runs_per_gpu, workers * args.runs_per_gpu, gpus
+        self.cores, self.lock = core_shares(self.workers), lock
+
+    def free(self, running: list[Attempt], waiting: int) -> list[int]:
+        """The places that are free, for as many runs as wait at most."""
+        taken = {attempt.place for attempt in running}
+        return [place for place in range(self.workers) if place not in taken][:waiting]
+
+    def start(self, folders: list[Path], jobs: list[Job], places: list[int]) -> list[Attempt]:
+        """Start jobs at their places. Each holds the sweep's lock, too, until it has ended."""
+        attempts = []
+        for folder, job, place in zip(folders, jobs, places, strict=True):
+            # One at a time has all cores, and PyTorch's choice of threads, to itself.
+            threads = (len(self.cores[place]) or None) if self.workers > 1 else None
+            # Those that share a GPU are apart, so that few runs have one each. One that PyTorch cannot use
+            # is none of the run's.
+            gpu = self.gpus[place % (self.workers // self.runs_per_gpu)] if self.gpus else ""
+            job = replace(job, cores=self.cores[place], threads=threads, gpu=gpu)
+            write_job(folder, replace(job, runs_per_gpu=self.runs_per_gpu))
+            with (folder / "process.txt").open("wb") as err:
+                # A group of its own, which Ctrl+C on a terminal does not reach: the sweep ends it.
+                options = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "stderr": err, "process_group": 0}
+                command = [sys.executable, "-m", "benchmark.sweep.process", str(folder)]
+                attempts.append(
+                    Attempt(folder, subprocess.Popen(command, pass_fds=[self.lock], **options), place)
+                )
+        return attempts
+
+    def look(self) -> None:
+        """Hear what has become of the runs."""
+
+    def state(self, attempt: Attempt) -> str:
+        """What a cluster would say of a run."""
+        return ""
+
+    def found(self, folder: Path) -> Attempt | None:
+        """The attempt of an earlier sweep in this folder that is still under way: the lock rules it out."""
+        return None
+
+    def ended(self, attempt: Attempt) -> bool:
+        """Whether a run has left this machine."""
+        return attempt.process.poll() is not None
+
+    def stop(self, attempt: Attempt) -> None:
+        """Have a run end."""
+        attempt.process.terminate()
+
+    def log(self, attempt: Attempt) -> str:
+        """What the process around a run has printed."""
+        return last_lines(attempt.folder / "process.txt")
+
+
+class Slurm:
+    """A cluster: all runs at once, of which it does as many at a time as there are workers."""
+
+    pause, patience = 2.0, 90.0
+
+    def __init__(self, args: Args, workers: int, folder: Path, time_limit: float):
+        self.workers, self.cores_per_job, self.jobs = workers, args.cores_per_job, folder / "submitit"
+        logging.getLogger("submitit").setLevel(logging.ERROR)  # it warns of each call of a missing sacct
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))
+        try:
+            self.executor = submitit.AutoExecutor(self.jobs, cluster="slurm")
+        except RuntimeError as error:
+            refuse(f"--cluster slurm: {error}")
+        more = {
+            key: value == "true" if value in ("true", "false") else value
+            for key, value in args.slurm_options.items()
+        }
+        options = {"cpus_per_task": args.cores_per_job, "slurm_array_parallelism": workers}
+        options |= {"slurm_partition": args.partition} if args.partition else {}
+        options |= {"gpus_per_node": args.gpus_per_job} if args.gpus_per_job else {}
+        options |= {"timeout_min": int(time_limit / 60) + 5}  # the run's own limit comes first
+        self.executor.update_parameters(name="leanrl", slurm_additional_parameters=more, **options)
+        self.look()
+
+    def free(self, running: list[Attempt], waiting: int) -> list[int]:
+        """A place for each run that waits."""
+        return [0] * waiting
+
+    def start(self, folders: list[Path], jobs: list[Job], places: list[int]) -> list[Attempt]:
+        """Start jobs, as one array. A later sweep finds them by what is noted in their folders."""
+        for folder, job in zip(folders, jobs, strict=True):
+            write_job(folder, replace(job, threads=self.cores_per_job))
+        with self.executor.batch():
+            handles = [self.executor.submit(run_job, folder) for folder in folders]
+        for folder, handle in zip(folders, handles, strict=True):
+            (folder / "slurm_job").write_text(handle.job_id)
+        return [Attempt(folder, handle) for folder, handle in zip(folders, handles, strict=True)]
+
+    def look(self) -> None:
+        """Hear the state and its reason of each of this user's jobs, as in "PENDING Resources".
+
+        submitit asks sacct, which many clusters do not have, and waits for ever for a job that died.
+        """
+        command = ["squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i %T %r"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        lines = [line.strip().split(" ", 1) for line in done.stdout.splitlines()]
+        self.states = dict(lines) if done.returncode == 0 else None
+
+    def state(self, attempt: Attempt) -> str:
+        """What the cluster says of a run that it knows, such as "PENDING Resources"."""
+        return (self.states or {}).get(attempt.process.job_id, "")
+
+    def found(self, folder: Path) -> Attempt | None:
+        """The attempt of an earlier sweep in this folder, if it is still under way."""
+        if not (folder / "slurm_job").exists():
+            return None
+        attempt = Attempt(folder, submitit.SlurmJob(self.jobs, (folder / "slurm_job").read_text()))
+        return None if self.ended(attempt) else attempt
+
+    def ended(self, attempt: Attempt) -> bool:
+        """Whether a run has left the cluster; where Slurm does not answer, it may be at work."""
+        if self.states is None:
+            return False
+        return self.states.get(attempt.process.job_id, "GONE").partition(" ")[0] in SLURM_ENDED
+
+    def stop(self, attempt: Attempt) -> None:
+        """Have a run end."""
+        attempt.process.cancel(check=False)
+
+    def log(self, attempt: Attempt) -> str:
+        """What the process around a run has printed."""
+        return last_lines(attempt.process.paths.stderr)
