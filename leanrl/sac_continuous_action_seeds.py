@@ -410,16 +410,16 @@ if __name__ == "__main__":
     torch.manual_seed(args.seed)
 
     # [seeds 4] Agents begin, step and learn together; each has the folder of a run of its own.
-    num_agents, kind = len(args.seeds), "resume" if args.resume else "evaluate"
+    num_agents, option = len(args.seeds), "resume" if args.resume else "evaluate"
     paths = args.resume or args.evaluate or [None] * num_agents
-    own = zip(args.seeds, paths, strict=True)
-    each = [replace(args, seed=seed, num_seeds=1, seeds=None, **{kind: path}) for seed, path in own]
-    checkpoints = [load_checkpoint(own) if args.resume or args.evaluate else {} for own in each]
+    pairs = zip(args.seeds, paths, strict=True)
+    agent_args = [replace(args, seed=seed, num_seeds=1, seeds=None, **{option: path}) for seed, path in pairs]
+    checkpoints = [load_checkpoint(one) if args.resume or args.evaluate else {} for one in agent_args]
     progress = [checkpoint["progress"] if args.resume else [0, 0, 0.0, []] for checkpoint in checkpoints]
     (global_step, updates, updates_due, _), returns = progress[0], [totals for *_, totals in progress]
     if len({step for step, *_ in progress}) > 1:
         refuse(f"--resume takes files of one step: the newest are of {[step for step, *_ in progress]}")
-    folders, locks = zip(*map(open_folder, each, checkpoints), strict=True)
+    folders, locks = zip(*map(open_folder, agent_args, checkpoints), strict=True)
     folder = folders[0]
 
     # The step that ends an episode also resets its environment; infos["final_obs"] has what it ended with.
@@ -588,7 +588,7 @@ if __name__ == "__main__":
     obs = envs.reset(seed=env_seeds)[0].astype(np.float32)
 
     last = bool(args.evaluate) or global_step >= args.total_timesteps
-    writers = list(map(open_logs, each, folders, [global_step] * num_agents))  # [seeds 4]
+    writers = list(map(open_logs, agent_args, folders, [global_step] * num_agents))  # [seeds 4]
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
     # [fast 8] A GPU copies actions to the host while gradient steps are launched.
@@ -644,8 +644,8 @@ if __name__ == "__main__":
                     writers[agent].add_scalar("charts/SPS", sps / len(alive), global_step)
                     try:
                         if updates >= first_update + args.policy_frequency:  # all losses are known
-                            own = {name: loss[agent] for name, loss in known.items()}
-                            log_losses(writers[agent], global_step, own)
+                            agent_losses = {name: loss[agent] for name, loss in known.items()}
+                            log_losses(writers[agent], global_step, agent_losses)
                     except SystemExit as error:  # [seeds 5]
                         lost.setdefault(agent, str(error))
                     if agent in lost:
@@ -660,8 +660,8 @@ if __name__ == "__main__":
                 if due or (last and (args.save_model or args.checkpoint_every)):
                     for agent in alive:  # [seeds 4]
                         progress = [global_step, updates, updates_due, returns[agent]]
-                        rows = buffer[agent, :global_step].clone()
-                        save_checkpoint(each[agent], writers[agent], states[agent], progress, buffer=rows)
+                        of_agent = agent_args[agent], writers[agent], states[agent]
+                        save_checkpoint(*of_agent, progress, buffer=buffer[agent, :global_step].clone())
                     saved_step = global_step
 
     # ---- End -----------------------------------------------------------------------------------------------
@@ -670,7 +670,7 @@ if __name__ == "__main__":
         for agent in range(num_agents):  # [seeds 4]
             env = make_env(args, folders[agent] / "evaluation" / "videos" if args.capture_video else None)
             policy = partial(best_action, agent=agent)
-            eval_returns.append(evaluate(each[agent], env, policy, stopping) if agent in alive else [])
+            eval_returns.append(evaluate(agent_args[agent], env, policy, stopping) if agent in alive else [])
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast 1, 4]
     episodes = [len(totals) for totals in returns]  # [seeds 4]

@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -22,11 +21,11 @@ from conftest import ROOT, SHORT, make_commit, scripted_world
 from envs import ScriptedGames
 from torch.autograd import DeviceType
 
-from benchmark import LEANRL, machine, profile_run, terminal
+from benchmark import machine, profile_run, terminal
 from benchmark.report import __main__ as report
 from benchmark.report import plots, results, tables
 from benchmark.studies import compile_settings as settings
-from benchmark.studies import cuda_code, scaling
+from benchmark.studies import cuda_code
 from benchmark.sweep import curve, process, runs
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -137,63 +136,37 @@ RUN |= {
     "sps": None,
     "more": "is welcome",
 }
-RUN |= {"startup_seconds": 1.0, "versions": {"python": "3.12.1"}}
-RUN |= {"hardware": {"cpu": "A CPU", "cores": 2, "gpu": None}}
-RUN |= {"seeds": [1, 2], "lost_seeds": {"2": "why"}, "episodic_return": [1.0, None]}
+RUN |= {"startup_seconds": 1.0, "versions": {"python": "3.12.1"}, "episodic_return": [1.0, None]}
+RUN |= {"hardware": {"cpu": "A CPU", "cores": 2, "gpu": None}, "seeds": [1, 2], "lost_seeds": {"2": "why"}}
 CURVE = {"format": 1, "sweep": "a", "job": "b", "step": [1, 2], "seconds": [1.0, 2.0]}
 CURVE |= {"episodic_return": [0.0, 1.0], "gpu_seconds": [], "gpu_utilization": []}
-KINDS = {"run": (results.check_run, RUN), "curve": (results.check_curve, CURVE)}
-KINDS |= {
-    "code": (results.check_code, graph("2.13.0", 3)),
-    "none": (results.check_code, graph("2.9.1", None)),
-}
-# What is changed in a right line, and a word of what is told of it, by default the key.
-CHANGES = """
-run {"seed": "one"}
-run {"status": "fine"}
-run {"mode": "fast"}
-run {"hardware": {"cpu": "A CPU"}}
-run {"sps": "fast"}
-run {"sps": NaN} has a number that is not finite
-run {"sps": 1e999} has a number that is not finite
-run {"more": {"it": [-Infinity]}} has a number that is not finite
-run {"episodic_return": [1.0, "high"]}
-run {"seeds": 4}
-run {"lost_seeds": [2]}
-run {"wall_seconds": "long"}
-run {"gpu_busy_seconds": "many"}
-run {"status": "failed"} reason
-run {"format": 2} has format 2, and this version reads format 1
-curve {"step": [1, "x"]}
-curve {"seconds": [1.0]}
-curve {"gpu_utilization": [0.5]}
-code {"triton_launches": "3"}
-code {"generated": false} error
-code {"compiled": 1} has kernels that neither compile nor have an error
-none {"format": 0} has format 0, and this version reads format 1
-"""
-BROKEN = {
-    b"[" * 100_000: "recursion",
-    b"[]": "is no line of results",
-    b"12": "is no line of results",
-}
+RIGHT = [(results.check_run, RUN), (results.check_curve, CURVE), (results.check_code, graph("2.13.0", 3))]
+# What is changed in a right line, and what is told of it.
+WRONG = [
+    (0, {"seed": "one"}, "seed: Input should be a valid integer"),
+    (0, {"mode": "fast"}, "mode: Input should be"),
+    (0, {"hardware": {"cpu": "A CPU"}}, "hardware.cores: Field required"),
+    (0, {"sps": float("nan")}, "has a number that is not finite"),
+    (0, {"more": {"it": [float("-inf")]}}, "has a number that is not finite"),
+    (0, {"episodic_return": [1.0, "high"]}, "episodic_return"),
+    (0, {"gpu_busy_seconds": "many"}, "gpu_busy_seconds"),
+    (0, {"status": "failed"}, "reason: Field required"),
+    (0, {"format": 2}, "has format 2, and this version reads format 1"),
+    (1, {"step": [1, "x"]}, "step.1: Input should be a valid integer"),
+    (1, {"seconds": [1.0]}, "has lists of several lengths: step, seconds"),
+    (1, {"gpu_utilization": [0.5]}, "has lists of several lengths: gpu_seconds"),
+    (2, {"triton_launches": "3"}, "triton_launches"),
+    (2, {"compiled": 1}, "has kernels that neither compile nor have an error"),
+]
+# Contents of lines that are none.
+BROKEN = {b"[" * 100_000: "recursion", b"[]": "is no line of results", b"12": "is no line of results"}
 BROKEN |= {b"\xff": "'utf-8' codec can't decode byte 0xff", b'{"format": 1, "sw': "Unterminated string"}
-BROKEN |= {b'{"format": 1}': "required"}
+LINES = [(kind, json.dumps(RIGHT[kind][1] | change).encode(), told) for kind, change, told in WRONG]
 
 
-def wrong_lines():
-    """Kinds, contents of lines that are wrong, and what is to be told of them."""
-    for change in CHANGES.strip().splitlines():
-        kind, values, told = re.fullmatch(r"(\w+) (.+\}) ?(.*)", change).groups()
-        line = json.dumps(KINDS[kind][1])[:-1] + ", " + values[1:]  # the last of two values of a key counts
-        yield kind, line.encode(), told or values.split('"')[1]
-    for content, told in BROKEN.items():
-        yield "run", content, told
-
-
-@pytest.mark.parametrize(("kind", "content", "told"), wrong_lines())
+@pytest.mark.parametrize(("kind", "content", "told"), [*LINES, *((0, *broken) for broken in BROKEN.items())])
 def test_a_wrong_line_is_told_in_one_line_or_what_a_write_has_left(tmp_path, kind, content, told):
-    path, (check, right) = tmp_path / "results.jsonl", KINDS[kind]
+    path, (check, right) = tmp_path / "results.jsonl", RIGHT[kind]
     results.replace(path, [right], check)
     whole = path.read_bytes()
     for end in (b"", b"\n"):  # which an editor may leave out
@@ -388,6 +361,64 @@ def test_what_a_run_is_made_with_is_asked_of_its_own_interpreter(tmp_path):
     assert tables.speed_table(runs).endswith(f"; commit {head[:7]}, {head[:7]}-dirty, some not recorded")
 
 
+# ---- CleanRL -----------------------------------------------------------------------------------------------
+# What its scripts ask of older libraries, in the order of a script: of gym 0.21, and of Gymnasium 0.29.
+OF_GYM = """
+from distutils.util import strtobool
+import argparse, gym, numpy as np, torch
+from torch.utils.tensorboard import SummaryWriter
+parser = argparse.ArgumentParser()
+for name in ("--env-id", "--seed", "--total-timesteps", "--learning-starts"):
+    parser.add_argument(name)
+args, device, writer = parser.parse_args(), torch.device("cpu"), SummaryWriter("run")
+assert strtobool("True") and (args.env_id, args.seed, args.learning_starts) == ("CartPole-v1", "3", "5")
+
+def thunk():
+    env = gym.wrappers.RecordEpisodeStatistics(gym.make(args.env_id, max_episode_steps=7))
+    env.seed(1)
+    return env
+
+envs, ended = gym.vector.SyncVectorEnv([thunk]), []
+obs = envs.reset()
+for step in range(int(args.total_timesteps)):
+    obs, rewards, dones, infos = envs.step(np.array([step % 2]))
+    assert len(infos) == 1 and dones[0] == ("episode" in infos[0]) == ("terminal_observation" in infos[0])
+    ended += [(infos[0]["episode"]["l"], infos[0]["TimeLimit.truncated"])] if dones[0] else []
+    writer.add_scalar("charts/SPS", 1, step)
+assert ended == [(7, True)] * 2
+"""
+OF_GYMNASIUM = """
+import gymnasium as gym, numpy as np, torch
+from torch.utils.tensorboard import SummaryWriter
+device, writer = torch.device("cpu"), SummaryWriter("run")
+
+def thunk():
+    env = gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1", max_episode_steps=7))
+    return gym.wrappers.TransformObservation(env, lambda obs: 0 * obs)
+
+envs, ended = gym.vector.SyncVectorEnv([thunk, thunk]), []
+obs, _ = envs.reset(seed=1)
+for step in range(20):
+    obs, rewards, terminated, truncated, infos = envs.step(np.array([step % 2, 1]))
+    for index in np.flatnonzero(terminated | truncated):
+        assert not infos["final_observation"][index].any()
+        ended.append((index, infos["final_info"][index]["episode"]["l"]))
+    writer.add_scalar("charts/SPS", 1, step)
+assert [length for index, length in ended if index == 0] == [7, 7]
+"""
+
+
+@pytest.mark.parametrize("script", [OF_GYM, OF_GYMNASIUM])
+def test_scripts_for_older_libraries_run(script, tmp_path):
+    (tmp_path / "cleanrl").mkdir()
+    (tmp_path / "cleanrl" / "dqn.py").write_text(script)
+    command = [sys.executable, ROOT / "benchmark" / "peers" / "cleanrl.py", "dqn", "--cleanrl", tmp_path]
+    command += ["--env-id=CartPole-v1", "--seed=3", "--total-timesteps=20", "--learning-starts=5"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["sps"] > 0 and summary["device"] == "cpu"
+
+
 # ---- Profiles ----------------------------------------------------------------------------------------------
 PROFILED = [("sac_continuous_action", ()), ("ppo_continuous_action", ())]
 PROFILED += [("ppo_atari_envpool_torchcompile", ("--compile",))]
@@ -398,7 +429,11 @@ def profile(*args) -> int | str | None:
     argv = ["profile_run.py", *map(str, args)]
     modules = {"__main__": sys.modules["__main__"]}
     with patch("sys.argv", argv), patch("sys.path", [*sys.path]), patch.dict(sys.modules, modules):
-        with patch.object(terminal, "PROGRAM", argv[0]), patch("signal.signal"), patch("envpool.make", ScriptedGames):
+        with (
+            patch.object(terminal, "PROGRAM", argv[0]),
+            patch("signal.signal"),
+            patch("envpool.make", ScriptedGames),
+        ):
             try:
                 profile_run.main()
             except SystemExit as left:

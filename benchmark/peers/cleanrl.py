@@ -74,7 +74,14 @@ class GymRecordEpisodeStatistics(gymnasium.wrappers.RecordEpisodeStatistics):
         self.reset(seed=seed)
 
 
-class GymGames(gymnasium.Wrapper):
+class GymWrapper(gymnasium.Wrapper):
+    """A wrapper that has the attributes of what it wraps."""
+
+    def __getattr__(self, name: str):
+        return getattr(self.env, name)
+
+
+class GymGames(GymWrapper):
     """EnvPool's games with the interface of gym 0.21."""
 
     def reset(self, **_) -> np.ndarray:
@@ -101,7 +108,7 @@ def stand_in() -> None:
     gymnasium.vector.SyncVectorEnv = SyncVectorEnv
     gymnasium.wrappers.TransformObservation = TransformObservation
     gym, distutils, util = ModuleType("gym"), ModuleType("distutils"), ModuleType("distutils.util")
-    gym.make, gym.spaces, gym.Wrapper = gymnasium.make, gymnasium.spaces, gymnasium.Wrapper
+    gym.make, gym.spaces, gym.Wrapper = gymnasium.make, gymnasium.spaces, GymWrapper
     gym.vector = SimpleNamespace(SyncVectorEnv=GymSyncVectorEnv)
     gym.wrappers = SimpleNamespace(RecordEpisodeStatistics=GymRecordEpisodeStatistics)
     util.strtobool = lambda text: text.lower() in ("true", "1", "yes")
