@@ -3,9 +3,9 @@
 #
 #   1. driver, compiler, versions, and whether all is there that the tests import
 #   2. the tests that hold the stand-in for a CUDA graph against real ones
-#   3. a short run of every twin with both flags, all at once, which also fills the compile caches of part 4,
-#      and then with --cudagraphs alone
-#   4. the sweep, each run tried once: both flags, eager, --compile, --cudagraphs, both with TF32
+#   3. a short run of every twin with both flags, all at once, which also fills the caches of compiled code of
+#      part 4, and then with --cudagraphs alone
+#   4. the sweep, each run tried once: both flags, eager, --cudagraphs, --compile, both with TF32
 #   5. profiles of SAC and PPO for Atari
 #   6. tests/test_gpu.py, until the time is over
 #
@@ -14,7 +14,7 @@
 # SECONDS_IN_ALL (580) is its time limit. FOLDER, by default a new one in sweeps/, gets results.jsonl, plots,
 # logs and traces; a second call with the same folder does what is missing. PYTHON names an interpreter, else
 # the first that sees CUDA of .venv/bin/python, python3 and python is taken.
-# Exit status: 0 all is well or there is no GPU, 1 a part failed or had no time left, 2 nothing can be run.
+# Exit status: 0 all is well or there is no GPU, 1 a part failed or had no time, 2 nothing sees the GPU.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${FOLDER:-sweeps/gpu-$(date +%m%d-%H%M%S)}
@@ -25,15 +25,16 @@ export PYTHONUNBUFFERED=1
 status=0
 
 reasons=""
-for candidate in ${PYTHON:-.venv/bin/python python3 python}; do
+[ -n "${PYTHON:-}" ] && candidates=("$PYTHON") || candidates=(.venv/bin/python python3 python)
+for candidate in "${candidates[@]}"; do
   command -v "$candidate" >/dev/null || continue
-  if reason=$("$candidate" -c 'import torch; torch.zeros(1, device="cuda")' 2>&1); then
+  if reason=$(timeout 90 "$candidate" -c 'import torch; torch.zeros(1, device="cuda")' 2>&1); then
     python=$(realpath --no-symlinks "$(command -v "$candidate")")
     break
   fi
   reasons+="  $candidate: $(tail -n 1 <<<"$reason")"$'\n'
 done
-if [ -z "${python:-}" ] && nvidia-smi --list-gpus 2>/dev/null | grep -q GPU; then
+if [ -z "${python:-}" ] && [[ $(timeout 30 nvidia-smi --list-gpus 2>/dev/null) == *GPU* ]]; then
   echo "gpu_check.sh: error: there is a GPU, and no interpreter sees it:" >&2
   printf %s "$reasons" >&2
   exit 2
@@ -75,30 +76,31 @@ environment() {
   esac
 }
 
-# with_cache NAME COMMAND...: run it with the compiled code that the sweep has for a twin with both flags.
-with_cache() {
-  local cache
-  cache=$folder/cache/$1-both-$(environment "$1")
-  shift
-  env TORCHINDUCTOR_CACHE_DIR="$cache" TRITON_CACHE_DIR="$cache" "$@"
+# cache NAME MODE: the folder of compiled code of a script and mode of the sweep, which is then a warm one.
+cache() {
+  local folder_of_code=$folder/cache/$1-$2-$(environment "$1")
+  mkdir -p "$folder_of_code" && touch "$folder_of_code/used"
+  echo "$folder_of_code"
 }
 
-# short_run NAME FLAGS: some hundred gradient steps of a twin, for at most `limit` seconds.
+# short_run NAME MODE FLAGS: some hundred gradient steps of a twin, for at most `limit` seconds.
 short_run() {
-  local name=$1 steps
-  shift
+  local name=$1 code steps
+  code=$(cache "$1" "$2")
+  shift 2
   case $name in
     ppo*) steps="--total-timesteps 4096" ;;
     *) steps="--learning-starts 1000 --total-timesteps 1500" ;;
   esac
   # shellcheck disable=SC2086 # they are words
-  with_cache "$name" timeout --signal=INT --kill-after=10 "$limit" \
+  TORCHINDUCTOR_CACHE_DIR=$code TRITON_CACHE_DIR=$code timeout --signal=INT --kill-after=10 "$limit" \
     "$python" "leanrl/${name}_torchcompile.py" --env-id "$(environment "$name")" $steps "$@"
 }
 
-# short_runs FLAGS -- NAME...: short runs at the same time; tells of each what it printed.
+# short_runs MODE FLAGS -- NAME...: short runs at the same time; tells of each what it printed.
 short_runs() {
-  local flags=() name code log=$folder/short
+  local mode=$1 flags=() name code log=$folder/short-$1
+  shift
   while [ "$1" != -- ]; do
     flags+=("$1")
     shift
@@ -107,7 +109,7 @@ short_runs() {
   mkdir -p "$log"
   for name in "$@"; do
     {
-      short_run "$name" "${flags[@]}" >"$log/$name.out" 2>"$log/$name.err"
+      short_run "$name" "$mode" "${flags[@]}" >"$log/$name.out" 2>"$log/$name.err"
       echo $? >"$log/$name.status"
     } &
   done
@@ -121,7 +123,7 @@ short_runs() {
   done
 }
 
-part 30 0 "what there is" "$python" - <<'EOF'
+part 90 0 "what there is" "$python" - <<'EOF'
 import importlib
 import shutil
 import sysconfig
@@ -133,24 +135,36 @@ print(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
 print("torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN", torch.backends.cudnn.version())
 print("compilers:", *filter(None, map(shutil.which, ("gcc", "g++", "clang"))))
 print("Python.h:", Path(sysconfig.get_path("include"), "Python.h").exists())
-names = "triton tensordict gymnasium mujoco envpool pydantic tyro filelock tqdm tensorboard moviepy"
+names = "triton tensordict gymnasium mujoco envpool pydantic tyro filelock tqdm tensorboard moviepy yaml"
+missing = []
 for name in [*names.split(), *"matplotlib psutil pynvml pytest submitit".split()]:
-    module = importlib.import_module(name)
-    print(name, getattr(module, "__version__", ""), end=", ")
+    try:
+        print(name, getattr(importlib.import_module(name), "__version__", ""), end=", ")
+    except Exception as error:
+        missing.append(f"{name}: {type(error).__name__}: {error}")
+raise SystemExit("\n".join(missing) or None)
 EOF
-[ $status = 0 ] || exit 2
-nvidia-smi --query-gpu=driver_version,name,memory.total --format=csv,noheader
+timeout 30 nvidia-smi --query-gpu=driver_version,name,memory.total --format=csv,noheader
 part 60 0 "graphs of the stand-in and real ones" "$python" -m pytest -q -m gpu tests/test_capture.py
-begin 200 0 "twins with both flags" && short_runs --compile --cudagraphs -- "$@"
-begin 90 0 "twins with --cudagraphs alone" && short_runs --cudagraphs -- "$@"
-for mode in both eager compile cudagraphs tf32; do
-  part 150 90 "speed of $mode" "$python" -m benchmark.sweep --scripts "$@" --seeds 1 --modes "$mode" \
-    --attempts 1 --folder "$folder"
+begin 180 0 "twins with both flags" && short_runs both --compile --cudagraphs -- "$@"
+for name in "$@"; do # without graphs the code is the same
+  cp -r "$(cache "$name" both)/." "$(cache "$name" compile)"
 done
+begin 60 0 "twins with --cudagraphs alone" && short_runs cudagraphs --cudagraphs -- "$@"
+for mode in both eager cudagraphs compile tf32; do
+  if [ $mode = tf32 ] && begin 120 120 "twins with both flags and TF32"; then
+    short_runs tf32 --compile --cudagraphs --matmul-precision high -- "$@"
+  fi
+  part 120 120 "speed of $mode" "$python" -m benchmark.sweep --scripts "$@" --seeds 1 --modes "$mode" \
+    --attempts 1 --time-limit 0.75 --folder "$folder"
+done
+part 30 90 "the table" "$python" -m benchmark.report "$folder"
 for name in sac_continuous_action ppo_atari_envpool; do
-  begin 40 30 "profile of $name" && with_cache "$name" timeout --signal=INT --kill-after=10 "$limit" \
+  [[ " $* " == *" $name "* ]] || continue
+  code=$(cache "$name" both)
+  part 40 30 "profile of $name" env TORCHINDUCTOR_CACHE_DIR="$code" TRITON_CACHE_DIR="$code" \
     "$python" -m benchmark.profile_run "${name}_torchcompile" --trace "$folder/$name-trace.json.gz" \
-    --env-id "$(environment "$name")" --compile --cudagraphs || status=1
+    --env-id "$(environment "$name")" --compile --cudagraphs
 done
 part 580 0 "tests on the GPU" "$python" -m pytest -v -rs -m gpu tests/test_gpu.py
 echo "results: $folder/results.jsonl, which as benchmark/results/gpu.jsonl is a table of ./run.sh report"

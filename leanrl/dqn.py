@@ -226,8 +226,7 @@ def make_env(args: Args, videos: Path | None = None) -> gym.Env:
         refuse(f"--env-id takes Box observations and Discrete actions, not {obs} and {actions}")
     if videos:
         env = gym.wrappers.RecordVideo(env, str(videos), disable_logger=True)
-    env = env if len(obs.shape) == 1 else gym.wrappers.FlattenObservation(env)  # 1 of the 120 us of a step
-    return gym.wrappers.RecordEpisodeStatistics(env)
+    return gym.wrappers.RecordEpisodeStatistics(gym.wrappers.FlattenObservation(env))
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: Index = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of products; cuDNN keeps TF32
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA, as cuDNN always
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
@@ -486,10 +486,10 @@ if __name__ == "__main__":
     # [fast 1] Policy, preparation of the batch, gradient step are a graph each. Measured: 1.11 times eager.
     functions = [act, prepare, update]
     if args.compile:
-        compilers = [os.getenv("CXX", "g++")] if device.type == "cpu" else [os.getenv("CC", "gcc"), "clang"]
-        header = Path(sysconfig.get_path("include")) / "Python.h"
-        if os.name == "posix" and not (any(map(shutil.which, compilers)) and header.exists()):
-            refuse(f"--compile needs a compiler ({' or '.join(compilers)}) and {header}")
+        variable, usual = ("CXX", "g++") if device.type == "cpu" else ("CC", "gcc")
+        compiler, header = os.getenv(variable) or usual, Path(sysconfig.get_path("include"), "Python.h")
+        if os.name == "posix" and not (shutil.which(compiler.split()[0]) and header.exists()):
+            refuse(f"--compile needs {header} and {compiler}, or the compiler that {variable} names")
         torch._dynamo.config.trace_autograd_ops = True  # [fast 2] the gradient, too, without a break
         torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
         torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes 5 s

@@ -420,7 +420,7 @@ if __name__ == "__main__":
     known = all(type(layer) is nn.Linear and layer.bias is not None for layer in others)
     act_in_numpy = known and type(agent.actor_mean) is nn.Sequential and args.num_envs <= 256
     policy = numpy_policy if act_in_numpy else torch_policy
-    if not act_in_numpy:
+    if not (act_in_numpy or args.evaluate):
         print("acting in PyTorch: NumPy is for 256 environments at most, Linear and Tanh", file=sys.stderr)
 
     def best_action(obs: np.ndarray) -> np.ndarray:
@@ -513,10 +513,10 @@ if __name__ == "__main__":
     # [fast 1] Policy, preparation of the batch, gradient step are a graph each. Measured: 2.66 times eager.
     functions = [agent.actor_mean, prepare, update]
     if args.compile:
-        compilers = [os.getenv("CXX", "g++")] if device.type == "cpu" else [os.getenv("CC", "gcc"), "clang"]
-        header = Path(sysconfig.get_path("include")) / "Python.h"
-        if os.name == "posix" and not (any(map(shutil.which, compilers)) and header.exists()):
-            refuse(f"--compile needs a compiler ({' or '.join(compilers)}) and {header}")
+        variable, usual = ("CXX", "g++") if device.type == "cpu" else ("CC", "gcc")
+        compiler, header = os.getenv(variable) or usual, Path(sysconfig.get_path("include"), "Python.h")
+        if os.name == "posix" and not (shutil.which(compiler.split()[0]) and header.exists()):
+            refuse(f"--compile needs {header} and {compiler}, or the compiler that {variable} names")
         torch._dynamo.config.trace_autograd_ops = True  # [fast 2] the gradient, too, without a break
         torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
         torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes 5 s

@@ -47,6 +47,7 @@ def pretended_cuda(memory: str, synchronize: Callable[[], None] = lambda: None) 
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "current_device": lambda: 0,
+        "is_current_stream_capturing": lambda: False,
         "synchronize": synchronize,
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),

@@ -167,7 +167,8 @@ def test_compiling_without_a_compiler_or_the_headers_of_python_is_refused(
     name = f"{TD3}_torchcompile"
     with pretended_cuda("cpu") if cuda else nullcontext():
         line = refusal(name, lambda: play(name, *SHORT[name], "--compile", cuda=cuda))
-    assert line == f"--compile needs a compiler ({'gcc or clang' if cuda else 'g++'}) and {header}"
+    usual, variable = ("gcc", "CC") if cuda else ("g++", "CXX")
+    assert line == f"--compile needs {header} and {usual}, or the compiler that {variable} names"
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])

@@ -12,9 +12,9 @@ Needs a build of PyTorch for CUDA, of several GB, but neither a GPU nor a driver
 environment of run.sh:
 
     python3 -m venv .venv-cuda
-    cd requirements
-    ../.venv-cuda/bin/pip install -r requirements.txt -r mujoco.txt -r atari.txt -r benchmark.txt
-    ../.venv-cuda/bin/python ../benchmark/cuda_code.py
+    cat requirements/{requirements,mujoco,classic_control,atari,benchmark,dev}.txt > .venv-cuda/all.txt
+    .venv-cuda/bin/pip install -r .venv-cuda/all.txt torch===2.13.0
+    .venv-cuda/bin/python -m benchmark.studies.cuda_code
 
 Exit status: 0 each graph has code and each kernel compiles, 1 some do not, 2 a bad argument or a PyTorch
 without CUDA.
