@@ -366,8 +366,8 @@ def main() -> None:
                 lines.append(made_of | measure(graph))
                 print(told(lines[-1]), flush=True)
                 failed |= not lines[-1]["generated"] or bool(lines[-1]["errors"])
-    if args.output:
-        results.replace(args.output, lines, results.check_code)
+            if args.output:
+                results.replace(args.output, lines, results.check_code)
     sys.exit(int(failed))
 
 
