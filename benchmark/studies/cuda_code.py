@@ -355,8 +355,9 @@ def main() -> None:
         "triton": metadata.version("triton"),
         "git_commit": commit(ROOT),
     }
-    failed = False
+    failed, settings = False, config.save_config()
     for script in args.scripts:
+        config.load_config(settings)  # those of a script are for it alone
         own, arguments = SCRIPTS[script]
         for env_id in (own,) if own else args.env_ids:
             made_of = {"format": results.FORMAT, "script": script, "env_id": env_id, **made_with}
