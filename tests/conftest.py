@@ -5,7 +5,7 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
 from functools import cache
 from pathlib import Path
@@ -33,9 +33,6 @@ SCRIPTS = [path.stem for path in sorted(LEANRL.glob("*.py")) if not path.stem.en
 TWINS = [f"{name}_torchcompile" for name in SCRIPTS]
 SEEDS = sorted(path.stem for path in LEANRL.glob("*_seeds.py"))
 NOT_ATARI = [name for name in SCRIPTS if "atari" not in name]
-# A test may put others in their place.
-get_handler, set_handler = signal.getsignal, signal.signal
-acquire, add_scalar = FileLock.acquire, SummaryWriter.add_scalar
 
 
 @cache
@@ -73,8 +70,8 @@ def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> 
     """
     path = str(LEANRL / f"{name}.py")
     argv = [path, *map(str, args), "--cuda" if cuda else "--no-cuda"]
-    handlers = {number: get_handler(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    locks, logged = [], {}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    acquire, add_scalar, locks, logged = FileLock.acquire, SummaryWriter.add_scalar, [], {}
 
     def note_lock(lock: FileLock, **options):
         locks.append(lock)
@@ -95,7 +92,7 @@ def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> 
             return runpy.run_path(path, run_name="__main__") | {"logged": logged}
         finally:
             for number, handler in handlers.items():
-                set_handler(number, handler)
+                signal.signal(number, handler)
             for lock in locks:
                 lock.release(force=True)
 
@@ -116,6 +113,11 @@ def play(name: str, *args, **options) -> dict:
         return run(name, *scripted_world(name), *args, **options)
 
 
+def instances(result: dict) -> list:
+    """The environments of tests/envs.py in a run, or the one ScriptedGames."""
+    return [env.unwrapped for env in getattr(result["envs"], "envs", [result["envs"]])]
+
+
 @contextmanager
 def changed(name: str, passage: str, other: str) -> Iterator[None]:
     """Have `run` take this script with another text in place of a passage."""
@@ -134,9 +136,8 @@ def resume_with_warm_up(twin: str, *flags, directory: Path, **options) -> None:
     for more in ((), flags):
         with torch._inductor.config.patch(fallback_random=True):
             result = play(twin, *steps, *more, "--resume", path, directory=directory, **options)
-        envs = result["envs"].envs if hasattr(result["envs"], "envs") else [result["envs"]]
         # Rounding in gradient steps has hardly changed the first ten.
-        acted.append(torch.tensor(np.array([env.unwrapped.actions[:10] for env in envs])))
+        acted.append(torch.tensor(np.array([env.actions[:10] for env in instances(result)])))
         assert result["updates"] > before["updates"]
         assert all(value.isfinite().all() for value in numbers(result).values())
     torch.testing.assert_close(acted[0], acted[1], rtol=1e-3, atol=1e-3)
@@ -167,7 +168,7 @@ def make_commit(folder: Path) -> str:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The variables for a script as a command, which then has the environments of tests/envs.py, and more."""
+    """Variables for a script as a command, which then has the environments of tests/envs.py."""
     return os.environ | {"PYTHONPATH": str(TESTS)} | variables
 
 
@@ -180,6 +181,23 @@ def cli(name: str, *args, env: dict[str, str] | None = None, **options) -> subpr
     with TemporaryDirectory() as directory:
         options = {"cwd": directory, "capture_output": True, "text": True} | options
         return subprocess.run(command, env=environment(**env or {}), **options)
+
+
+@pytest.fixture
+def refusal(capfd) -> Callable[..., str]:
+    """Gives the line, after the name of the script, in which a script refuses to run in this process."""
+
+    def told(name: str, start: Callable, *args, **options) -> str:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as raised:
+            start(name, *args, **options)
+        assert raised.value.code == 2
+        printed = capfd.readouterr()
+        [line] = printed.err.splitlines()
+        assert printed.out == "" and line.startswith(f"{name}.py: error: ")
+        return line.removeprefix(f"{name}.py: error: ")
+
+    return told
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -205,41 +223,29 @@ def start(name: str, directory: Path, *args, **others) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=directory, **options)
 
 
-def unflattened(flat: nn.Module, tensor: Tensor) -> dict[str, Tensor]:
-    """What belongs to each parameter, by name, of a tensor like `params` of a twin's `Flat`.
-
-    Those of convolutions have their channels last.
-    """
-    parts, end = {}, 0
-    for name, shape in flat.shapes.items():
-        start, end = end, end + shape.numel()
-        part = tensor[start:end]
-        if len(shape) == 4:
-            outputs, inputs, height, width = shape
-            parts[name] = part.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
-        else:
-            parts[name] = part.view(shape)
-    assert end == len(tensor)
-    return parts
-
-
 def adam_state(globals_: dict, name: str) -> dict[str, Tensor]:
     """Moments and steps of an optimizer, for each parameter, like "step.fc1.weight", whatever the script."""
-    optimizer = globals_["state"][name]
-    if isinstance(optimizer, nn.Module):
-        flats = {id(item.params): item for item in globals_.values() if hasattr(item, "shapes")}
-        flat, found = flats.get(id(optimizer.params[0])), {}
+    optimizer, found = globals_["state"][name], {}
+    if not isinstance(optimizer, nn.Module):
+        modules = [item for item in globals_["state"].values() if isinstance(item, nn.Module)]
+        names = {id(param): key for module in modules for key, param in module.named_parameters()}
+        for param, kinds in optimizer.state.items():
+            found |= {f"{kind}.{names[id(param)]}": value for kind, value in kinds.items()}
+    elif optimizer.step:  # PyTorch's has nothing before its first
+        [params] = optimizer.params
+        flat = [item.network[0] for item in globals_.values() if getattr(item, "params", None) is params]
+        [network], before = flat or [nn.ParameterList([params])], params.data.clone()
         for kind, moment in optimizer.state_dict().items():
-            parts = dict.fromkeys(flat.shapes if flat else ["0"], moment)
-            parts |= unflattened(flat, moment) if flat and moment.dim() else {}
-            found |= {f"{kind}.{key}": part for key, part in parts.items()}
-        return found if optimizer.step else {}  # as PyTorch's, which has nothing before its first step
-    modules = [item for item in globals_["state"].values() if isinstance(item, nn.Module)]
-    names = {id(param): key for module in modules for key, param in module.named_parameters()}
-    kinds = [
-        (param, kind, value) for param, kinds in optimizer.state.items() for kind, value in kinds.items()
-    ]
-    return {f"{kind}.{names[id(param)]}": value for param, kind, value in kinds}
+            params.data.copy_(moment)  # of which the network's parameters are views
+            for key, param in network.named_parameters():
+                found[f"{kind}.{key}"] = moment if kind == "step" else param.data.clone()
+        params.data.copy_(before)
+    return found
+
+
+def gradient_steps(result: dict, optimizer: str) -> int:
+    """The steps that an optimizer has made."""
+    return int(next(step for name, step in adam_state(result, optimizer).items() if name.startswith("step.")))
 
 
 def numbers(globals_: dict) -> dict[str, Tensor]:
@@ -263,13 +269,17 @@ def assert_same_numbers(first: dict, second: dict, rtol: float = 1e-3, atol: flo
     torch.testing.assert_close(numbers(second), numbers(first), rtol=rtol, atol=atol)
 
 
-def forget(optimizer: torch.optim.Optimizer | nn.Module) -> None:
-    """Leave an optimizer, of PyTorch or of a twin, without a past."""
-    if isinstance(optimizer, nn.Module):
-        for moment in optimizer.buffers():
-            moment.zero_()
-    else:
-        optimizer.state.clear()
+def begin_anew(result: dict, noise: float) -> None:
+    """Leave the optimizers of a run without a past, and its networks with noise on them: no two agree."""
+    torch.manual_seed(7)
+    for key, item in result["state"].items():
+        if "optimizer" not in key:
+            for param in item.parameters():
+                param.data += noise * torch.randn_like(param)
+        elif isinstance(item, nn.Module):
+            item.load_state_dict({name: 0 * moment for name, moment in item.state_dict().items()})
+        else:
+            item.state.clear()
 
 
 def assert_steps_by_hand(result: dict, by_hand: dict, rate: float) -> None:
@@ -285,20 +295,3 @@ def assert_steps_by_hand(result: dict, by_hand: dict, rate: float) -> None:
             torch.testing.assert_close(actual[key], expected, rtol=1e-3, atol=atol, msg=f"{key}: {{}}".format)
         else:
             assert (actual[key] - expected).abs().mean() < 0.02 * rate, key
-
-
-def plain_gae(rewards, values, terminated, valid, gamma: float, gae_lambda: float) -> np.ndarray:
-    """Advantages (T, n) by recursion over the valid rows of an episode, from arguments like `gae`'s."""
-    steps, num_envs = np.shape(rewards)
-    advantages = np.zeros((steps, num_envs))
-    for env in range(num_envs):
-        following = 0.0
-        for step in reversed(range(steps)):
-            if not valid[step][env]:
-                following = 0.0  # the next row in this order ends the episode before
-                continue
-            bootstrap = 0.0 if terminated[step][env] else float(values[step + 1][env])
-            delta = float(rewards[step][env]) + gamma * bootstrap - float(values[step][env])
-            following = delta + gamma * gae_lambda * following
-            advantages[step, env] = following
-    return advantages

@@ -13,7 +13,6 @@ from pathlib import Path
 
 LEANRL = Path(__file__).parent.parent / "leanrl"
 SOURCE = "sac_continuous_action"
-FLAGS = re.compile(r"^    (?:compile|cudagraphs): .*\n", re.MULTILINE)
 
 
 def section(text: str, name: str) -> str:
@@ -21,28 +20,27 @@ def section(text: str, name: str) -> str:
     return re.search(rf"^# ---- {name}.*?(?=^# ---- |^if __name__)", text, re.MULTILINE | re.DOTALL).group()
 
 
-def definition(text: str, name: str) -> str:
-    """A class of a script, with the two blank lines below it."""
-    return re.search(rf"^class {name}\(.*?\n\n\n", text, re.MULTILINE | re.DOTALL).group()
+def definition(text: str, title: str) -> str:
+    """A class or function of a script by its title, like "class Flat", with the blank lines below it."""
+    return re.search(rf"^{title}\(.*?\n\n\n", text, re.MULTILINE | re.DOTALL).group()
 
 
 def shared(name: str, text: str) -> str:
     """The text of the script `name`, with what it shares as in the script where that is written."""
-    source = (LEANRL / f"{SOURCE}.py").read_text()
+    source, twin = ((LEANRL / f"{SOURCE}{kind}.py").read_text() for kind in ("", "_torchcompile"))
     text = text.replace(section(text, "Run"), section(source, "Run"))
     if name.endswith("_torchcompile"):
         eager = (LEANRL / f"{name.removesuffix('_torchcompile')}.py").read_text()
-        arguments, flags = section(eager, "Arguments"), "".join(FLAGS.findall(text))
-        place = "    eval_episodes" if "    log_every" not in arguments else "    log_every"
-        line = re.search(rf"^{place}.*\n", arguments, re.MULTILINE).group()
+        arguments, networks = section(eager, "Arguments"), section(text, "Networks")
+        flags = "".join(re.findall(r"(?m)^    (?:compile|cudagraphs): .*\n", text))
+        place = "log_every" if "    log_every" in arguments else "eval_episodes"
+        line = re.search(rf"(?m)^    {place}.*\n", arguments).group()
         text = text.replace(section(text, "Arguments"), arguments.replace(line, line + flags))
         text = text.replace(section(text, "Environment"), section(eager, "Environment"))
-        networks = section(text, "Networks")
         added = networks[networks.index("# [fast") :]
         text = text.replace(networks, section(eager, "Networks") + added)
     if name.endswith(("_torchcompile", "_seeds")):
-        twin = (LEANRL / f"{SOURCE}_torchcompile.py").read_text()
-        for copied in ("Adam",) if "atari" in name else ("Flat", "Adam"):
+        for copied in ["class Adam"] if "atari" in name else ["class Flat", "class Adam"]:
             text = text.replace(definition(text, copied), definition(twin, copied))
     return text
 
@@ -50,7 +48,6 @@ def shared(name: str, text: str) -> str:
 if __name__ == "__main__":
     for path in sorted(LEANRL.glob("*.py")):
         before = path.read_text()
-        after = shared(path.stem, before)
-        if after != before:
+        if (after := shared(path.stem, before)) != before:
             path.write_text(after)
             print(path.name)

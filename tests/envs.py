@@ -1,22 +1,23 @@
 """Tiny environments of which all is known: envs:Scripted-v0 and so on, or in place of EnvPool's games."""
 
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from itertools import count
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete
 
-# The episodes of Scripted-v0 as (length, terminated, truncated), repeated for ever: every kind of end, also
-# in a first step, in consecutive steps, and both ends at once.
+# The episodes of Scripted-v0, repeated for ever: every kind of end, also in a first step, in consecutive
+# steps, and both ends at once.
 LENGTHS, TERMINATED, TRUNCATED = (3, 1, 1, 4, 2, 1, 1, 5), (1, 1, 0, 0, 1, 1, 0, 0), (0, 0, 1, 1, 1, 1, 1, 1)
-EPISODES = [*zip(LENGTHS, map(bool, TERMINATED), map(bool, TRUNCATED), strict=True)]
 
 
 def episode_end(seed: int, episode: int) -> tuple[int, bool, bool]:
-    """Length, terminated and truncated of an episode; environments start at different places of the list."""
-    return EPISODES[(seed + episode) % len(EPISODES)]
+    """Length, terminated and truncated of an episode; environments start at different places of the lists."""
+    index = (seed + episode) % len(LENGTHS)
+    return LENGTHS[index], bool(TERMINATED[index]), bool(TRUNCATED[index])
 
 
 def observation(seed: int, episode: int, step: int) -> np.ndarray:
@@ -30,37 +31,33 @@ def reward(episode: int, step: int) -> float:
 
 
 class Scripted(gym.Env):
-    """Goes through EPISODES whatever the actions are, which must be valid; keeps actions and seeds."""
+    """Goes through its episodes whatever the actions are, which must be valid; keeps actions and seeds."""
 
-    observation_space = Box(-np.inf, np.inf, (2, 2), np.float64)
+    observation_space, see = Box(-np.inf, np.inf, (2, 2), np.float64), staticmethod(observation)
+    raises: ClassVar[dict[int, int]] = {}  # signals, by the number of the step that raises them
 
     def __init__(self):
         # Per instance, for action_space.seed() is.
         self.action_space = Box(np.array([-1, -0.3], np.float32), np.array([0.7, 5], np.float32))
-        self.actions: list[np.ndarray] = []
-        self.seeds: list[int | None] = []
+        self.actions, self.seeds = [], []
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.seeds.append(seed)
         self.step_index, self.episode = 0, len(self.seeds) - 1
-        return observation(self.seeds[0], self.episode, 0), {}
+        return self.see(self.seeds[0], self.episode, 0), {}
 
     def step(self, action):
         assert self.action_space.contains(action), action
+        if number := self.raises.pop(len(self.actions), None):
+            signal.raise_signal(number)
         self.actions.append(np.copy(action))
         length, terminated, truncated = episode_end(self.seeds[0], self.episode)
         assert self.step_index < length, "a step after the end of an episode"
         earned = reward(self.episode, self.step_index)
         self.step_index += 1
-        last = self.step_index == length
-        return (
-            observation(self.seeds[0], self.episode, self.step_index),
-            earned,
-            last and terminated,
-            last and truncated,
-            {},
-        )
+        obs, last = self.see(self.seeds[0], self.episode, self.step_index), self.step_index == length
+        return obs, earned, last and terminated, last and truncated, {}
 
 
 class Row(NamedTuple):
@@ -78,21 +75,20 @@ class Row(NamedTuple):
     over: bool = False  # the end of an episode
 
 
-def scripted_rows(seed: int) -> Iterator[Row]:
-    """Yield, for ever, what Scripted-v0 goes through."""
+def scripted_rows(seed: int, see: Callable = observation) -> Iterator[Row]:
+    """Yield, for ever, what Scripted-v0 goes through, or an environment that shows something else of it."""
     for episode in count():
         length, terminated, truncated = episode_end(seed, episode)
         for step in range(length):
             last, earned = step == length - 1, reward(episode, step)
             end = (last and terminated, last and truncated, last)
-            yield Row(observation(seed, episode, step), True, earned, earned, *end)
-        yield Row(observation(seed, episode, length))
+            yield Row(see(seed, episode, step), True, earned, earned, *end)
+        yield Row(see(seed, episode, length))
 
 
-# The games of ScriptedGames, repeated for ever, as (steps of each life, whether the end is a cut): lives of
-# one step, also in a row, and games cut in their first step, in consecutive games, and after a lost life.
-GAMES = [((3, 1, 2), False), ((1,), False), ((1, 1, 1), False)]
-GAMES += [((2, 3), True), ((1,), True), ((1,), True), ((5,), True)]
+# The steps of each life in the games of ScriptedGames, repeated for ever. All from the fourth on are cut.
+# There are lives of one step, also in a row, and games cut in their first step, and after a lost life.
+LIVES = [(3, 1, 2), (1,), (1, 1, 1), (2, 3), (1,), (1,), (5,)]
 SCORES = [0, 4, -1, 0, 7, 1]
 
 
@@ -104,8 +100,8 @@ def frames(seed: int, game: int, step: int) -> np.ndarray:
 def game_rows(seed: int) -> Iterator[Row]:
     """Yield, for ever, what one of ScriptedGames goes through; each starts at another place of the list."""
     for game in count():
-        lives, cut = GAMES[(seed + game) % len(GAMES)]
-        step = count()
+        place, step = (seed + game) % len(LIVES), count()
+        lives, cut = LIVES[place], place > 2
         for life, length in enumerate(lives, start=1):
             for left in reversed(range(length)):
                 index = next(step)
@@ -117,7 +113,7 @@ def game_rows(seed: int) -> Iterator[Row]:
 
 
 class ScriptedGames(gym.Env):
-    """In place of `envpool.make`: goes through GAMES whatever the actions are, if valid, and keeps those.
+    """In place of `envpool.make`: goes through LIVES whatever the actions are, if valid, and keeps those.
 
     As with EnvPool, a lost life looks like an end, but for info["terminated"].
     """
@@ -126,9 +122,7 @@ class ScriptedGames(gym.Env):
 
     def __init__(self, task_id, *, env_type, num_envs, seed, episodic_life, reward_clip, **_):
         assert (env_type, len(seed), episodic_life) == ("gymnasium", num_envs, True)
-        self.reward_clip = reward_clip
-        self.seeds: list[int] = seed
-        self.actions: list[np.ndarray] = []
+        self.reward_clip, self.seeds, self.actions = reward_clip, seed, []
         self.steps = zip(*map(game_rows, seed), strict=True)
 
     def _observe(self):
@@ -174,15 +168,36 @@ class Probe(gym.Env):
         return self._observe(), earned, last and self.terminated, last and not self.terminated, {}
 
 
+class Balance(gym.Env):
+    """A pole that falls within 15 steps or so unless balanced, for 100 at most: 1 a step, less the effort."""
+
+    observation_space = Box(-np.inf, np.inf, (2,), np.float32)
+
+    def __init__(self):
+        self.action_space = Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.state, self.left = self.np_random.uniform(-0.1, 0.1, 2), 100
+        return self.state.astype(np.float32), {}
+
+    def step(self, action):
+        force = action - 6 if isinstance(self.action_space, Discrete) else action.item()
+        self.state[1] += 0.1 * (2 * self.state[0] + 3 * force)
+        self.state[0] += 0.1 * self.state[1]
+        self.left -= 1
+        fallen = bool(abs(self.state[0]) > 0.5)
+        return self.state.astype(np.float32), 1 - 0.5 * force**2, fallen, self.left == 0, {}
+
+
 class Careless(gym.Env):
     """Changes its actions in place and returns its own state: (episode, step), in episodes of three steps."""
 
     observation_space = Box(-np.inf, np.inf, (2,), np.float32)
 
-    def __init__(self):
-        self.action_space = Box(-0.5, 1, (2,), np.float32)
-        self.given: list[np.ndarray] = []
-        self.state = np.array([-1, 0], np.float32)
+    def __init__(self, low: float = -0.5, high: float = 1):
+        self.action_space = Box(low, high, (2,), np.float32)
+        self.given, self.state = [], np.array([-1, 0], np.float32)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -210,56 +225,39 @@ class Faulty(gym.Env):
         self.action_space = Box(-1, 1, (1,), np.float32)
         self.number, self.steps = next(self.made), 0
 
-    def _has(self, fault: str) -> bool:
-        return (self.number, self.steps, self.fault) == (1, 6, fault)
+    def _or(self, fault: str, value: float, wrong: float = np.nan) -> float:
+        return wrong if (self.number, self.steps, self.fault) == (1, 6, fault) else value
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        return np.array([0, np.nan if self._has("reset") else 0], np.float32), {}
+        return np.array([0, self._or("reset", 0)], np.float32), {}
 
     def step(self, action):
         assert self.action_space.contains(action), action
         self.steps += 1
-        obs = np.array([self.steps % 3, np.nan if self._has("observation") else 0], np.float32)
-        return obs, np.inf if self._has("reward") else 1.0, False, self.steps % 3 == 0, {}
+        obs = np.array([self.steps % 3, self._or("observation", 0)], np.float32)
+        return obs, self._or("reward", 1.0, np.inf), False, self.steps % 3 == 0, {}
 
 
 class Bytes(Scripted):
     """Shows images of bytes, of which no two are alike."""
 
-    observation_space = Box(0, 255, (1, 5), np.uint8)
-
     @staticmethod
-    def image(seed: int, episode: int, step: int) -> np.ndarray:
-        """What is seen after `step` steps of an episode."""
-        return np.random.default_rng([seed, episode, step]).integers(256, size=(1, 5), dtype=np.uint8)
+    def image(*seen: int) -> np.ndarray:
+        return np.random.default_rng(seen).integers(256, size=(1, 5), dtype=np.uint8)
 
-    def reset(self, **options):
-        _, info = super().reset(**options)
-        return self.image(self.seeds[0], self.episode, 0), info
-
-    def step(self, action):
-        _, *rest = super().step(action)
-        return self.image(self.seeds[0], self.episode, self.step_index), *rest
+    observation_space, see = Box(0, 255, (1, 5), np.uint8), image
 
 
-class Unbounded(Careless):
-    """Takes actions without bounds."""
-
-    def __init__(self):
-        super().__init__()
-        self.action_space = Box(-np.inf, np.inf, (2,), np.float32)
+class Interrupted(Scripted):
+    raises: ClassVar = {10: signal.SIGINT, 20: signal.SIGTERM, 30: signal.SIGINT}
 
 
 class DictObs(Careless):
-    """Shows a dict."""
-
     observation_space = Dict(position=Box(-1, 1, (1,), np.float32))
 
 
 class Talkative(Careless):
-    """Cannot be made, and says so in two lines."""
-
     def __init__(self):
         raise RuntimeError("one line\n  and another")
 
@@ -276,18 +274,14 @@ def choosing(kind: type[gym.Env]) -> type[gym.Env]:
 
 
 def register(kind: type[gym.Env], name: str = "", **options) -> None:
-    """Let gym.make find a kind of environment, with actions of either sort.
-
-    None takes a `render_mode`: one that draws nothing need not.
-    """
+    """Let gym.make find a kind of environment, with actions of either sort."""
     for suffix, either in {"": kind, "Choices": choosing(kind)}.items():
         gym.register(f"{name or kind.__name__}{suffix}-v0", entry_point=either, kwargs=options)
 
 
-for kind in (Scripted, Careless, Faulty, Bytes, Unbounded, DictObs, Talkative):
+for kind in (Scripted, Balance, Careless, Faulty, Bytes, Interrupted, DictObs, Talkative):
     register(kind)
-# Value 1.
-register(Probe, "ConstantReward", length=1, terminated=True, observe=lambda *_: 0, reward=lambda *_: 1)
+register(Careless, "Unbounded", low=-np.inf, high=np.inf)
 # The value is the observation.
 SEEN = {"observe": lambda _, rng: rng.uniform(-1, 1), "reward": lambda _, seen: seen}
 register(Probe, "ObservationReward", length=1, terminated=True, **SEEN)

@@ -2,12 +2,11 @@
 
 import copy
 import math
-from inspect import signature
 
 import numpy as np
 import pytest
 import torch
-from conftest import TWINS, having, load, unflattened
+from conftest import EACH_STEP, TWINS, assert_same_numbers, changed, having, load, play, run, world
 from torch import nn
 from torch.distributions import Normal
 
@@ -15,8 +14,9 @@ CPU = torch.device("cpu")
 
 
 def each_script(passage: str):
-    """Run a test with every script that has a passage, and with its twin."""
-    return pytest.mark.parametrize("script", [pytest.param(load(name), id=name) for name in having(passage)])
+    """Run a test with every eager script that has a passage; twins have these definitions to the letter."""
+    scripts = [pytest.param(load(name), id=name) for name in having(passage) if name not in TWINS]
+    return pytest.mark.parametrize("script", scripts)
 
 
 @pytest.fixture(autouse=True)
@@ -44,14 +44,11 @@ def test_critic_is_two_stacks(script):
             x = nn.functional.linear(x, layer.weight[index].T, layer.bias[index, 0])
             x = x if layer is critic.fc3 else x.relu()
         torch.testing.assert_close(critic(obs, actions)[index], x[:, 0])
-    if "first_only" in signature(critic.forward).parameters:
-        torch.testing.assert_close(critic(obs, actions, first_only=True), critic(obs, actions)[0])
 
 
 @each_script("class QNetwork")
 def test_bytes_are_seen_between_0_and_1(script):
-    network = script["QNetwork"](5, 3, CPU)
-    images = torch.tensor([[0, 1, 100, 254, 255]], dtype=torch.uint8)
+    network, images = script["QNetwork"](5, 3, CPU), torch.tensor([[0, 1, 100, 254, 255]], dtype=torch.uint8)
     torch.testing.assert_close(network(images), network(images.double().div(255).float()))
 
 
@@ -62,8 +59,7 @@ def agent_of(script: dict) -> nn.Module:
 
 @each_script("class Games")
 def test_agent_sees_frames_between_0_and_1(script):
-    agent = agent_of(script)
-    obs = torch.randint(256, (2, 84, 84, 4), dtype=torch.uint8)
+    agent, obs = agent_of(script), torch.randint(256, (2, 84, 84, 4), dtype=torch.uint8)
     hidden = agent.network(obs.movedim(-1, 1).contiguous().double().div(255).float())
     torch.testing.assert_close(agent(obs), (agent.actor(hidden), agent.critic(hidden)[:, 0]))
 
@@ -81,19 +77,14 @@ def test_agent_starts_orthogonal(script):
 
 # ---- Actions and moments -----------------------------------------------------------------------------------
 @each_script("def sample_actions(")
-def test_log_std_stays_in_its_range(script):
-    with torch.no_grad():
-        log_std = script["Actor"](5, 2, CPU)(1e6 * torch.randn(100, 5))[1]
+def test_log_std_stays_in_its_range_and_saturated_actions_have_finite_log_prob(script):
+    log_std = script["Actor"](5, 2, CPU)(1e6 * torch.randn(100, 5))[1]
     assert (log_std.min().item(), log_std.max().item()) == (-5, 2)
-
-
-@pytest.mark.parametrize("sign", [-1, 1])
-@each_script("def sample_actions(")
-def test_saturated_actions_have_finite_log_prob(script, sign):
-    mean, log_std = (torch.full((8, 3), value, requires_grad=True) for value in (50.0 * sign, -2.0))
+    sign = torch.tensor([[-1.0, 1, -1], [1, 1, 1]])
+    mean, log_std = (50 * sign).requires_grad_(), torch.full((2, 3), -2.0, requires_grad=True)
     torch.manual_seed(0)
     actions, log_prob = script["sample_actions"](mean, log_std)
-    torch.testing.assert_close(actions, torch.full((8, 3), float(sign)))
+    torch.testing.assert_close(actions, sign)
     torch.manual_seed(0)
     u = mean + log_std.exp() * torch.randn_like(mean)
     # That far out, 1 - tanh(u)^2 is 4 exp(-2 |u|).
@@ -103,24 +94,12 @@ def test_saturated_actions_have_finite_log_prob(script, sign):
     assert mean.grad.isfinite().all() and log_std.grad.isfinite().all()
 
 
-@each_script("def linear_schedule(")
-def test_linear_schedule(script):
-    shares = [script["linear_schedule"](1.0, 0.2, 40, step) for step in (0, 10, 20, 40, 41, 1000)]
-    assert shares == pytest.approx([1, 0.8, 0.6, 0.2, 0.2, 0.2])
-    assert script["linear_schedule"](1.0, 0.2, 0, 0) == pytest.approx(0.2)
-    assert script["linear_schedule"](0.2, 0.4, 40, 20) == pytest.approx(0.3)
-
-
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@pytest.mark.parametrize("offset", [0, 1e6])
 @each_script("class RunningMoments")
-def test_running_moments_are_those_of_all_rows(script, offset, dtype):
-    normal = np.random.default_rng(0).normal
-    batches = [
-        (offset + normal(size, 1 + size, (size, 2))).astype(dtype) for size in (1, 0, 3, 50, 1, 0, 200)
-    ]
-    moments = script["RunningMoments"](2)
+def test_running_moments_are_those_of_all_rows(script, dtype):
+    normal, moments = np.random.default_rng(0).normal, script["RunningMoments"](2)
     assert np.isfinite(moments.std()).all()
+    batches = [(1e6 + normal(n, 1 + n, (n, 2))).astype(dtype) for n in (1, 0, 3, 50, 1, 0, 200)]
     for index, batch in enumerate(batches):
         moments.update(batch)
         seen = np.concatenate(batches[: index + 1]).astype(np.float64)
@@ -133,9 +112,8 @@ def test_running_moments_are_those_of_all_rows(script, offset, dtype):
 
 
 # ---- Flat networks and their optimizer ---------------------------------------------------------------------
-KINDS = [
-    (name, kind) for name in TWINS for kind in ("Actor", "Critic", "Agent", "QNetwork") if kind in load(name)
-]
+INPUTS = {"Actor": [(7, 5)], "Critic": [(7, 5), (7, 2)], "Agent": [(7, 5)], "QNetwork": [(7, 5)]}
+KINDS = [(name, kind) for name in TWINS for kind in INPUTS if kind in load(name)]
 
 
 @pytest.mark.parametrize(("name", "kind"), KINDS)
@@ -143,20 +121,20 @@ def test_a_network_and_its_flat_one_have_the_same_memory(name, kind):
     """So a checkpoint has the names of the network, and the flat one computes with what is loaded."""
     script = load(name)
     network = agent_of(script) if kind == "Agent" else script[kind](5, 2, CPU)
+    inputs = [torch.randn(shape) for shape in INPUTS[kind]]
+    inputs = [torch.randint(256, (7, 84, 84, 4), dtype=torch.uint8)] if "Games" in script else inputs
     plain = copy.deepcopy(network)
     flat, target = script["Flat"](network), script["Flat"](copy.deepcopy(plain).requires_grad_(False))
     assert [key for key, _ in flat.named_parameters()] == ["params"]
     assert not any(param.requires_grad for param in network.parameters())
     # Compiled code that moves a target would else be a forward pass, with a backward that nobody calls.
     assert flat.params.requires_grad and not target.params.requires_grad
-    whole, before = flat.params.detach(), plain.state_dict()
-    torch.testing.assert_close(network.state_dict(), before, rtol=0, atol=0)
-    torch.testing.assert_close(
-        unflattened(flat, whole), {key: before[key] for key in flat.shapes}, rtol=0, atol=0
-    )
-    network.load_state_dict({key: param + 1 for key, param in before.items()})
-    after = unflattened(flat, whole)
-    torch.testing.assert_close(after, {key: before[key] + 1 for key in flat.shapes}, rtol=0, atol=0)
+    torch.testing.assert_close(network.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    for param in plain.parameters():
+        param.data += 0.1 * torch.randn_like(param)
+    network.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(flat(*inputs), plain(*inputs))
+    assert len(flat.params) == sum(param.numel() for param in plain.parameters())
     # Each that a vector instruction could load whole begins where one may: at a multiple of 16 numbers.
     even = [shape.numel() % 16 == 0 for shape in flat.shapes.values()]
     assert even == sorted(even, reverse=True) and True in even
@@ -168,12 +146,12 @@ def test_a_network_and_its_flat_one_have_the_same_memory(name, kind):
 
 @pytest.mark.parametrize("max_norm", [math.inf, 1.0])
 @pytest.mark.parametrize(("lr", "eps"), [(0.01, 1e-8), (torch.tensor(0.01), 1e-5)])
-@pytest.mark.parametrize("name", TWINS)
-def test_adam_is_that_of_torch(name, lr, eps, max_norm):
+def test_adam_is_that_of_torch(lr, eps, max_norm):
+    """Of one twin, for all have it to the letter."""
     expected = torch.randn(13).requires_grad_()
     params = nn.Parameter(expected.detach().clone())
     optimizer = torch.optim.Adam([expected], lr=0.01, eps=eps)
-    adam = load(name)["Adam"](params, lr, eps=eps, max_norm=max_norm)
+    adam = load(TWINS[0])["Adam"](params, lr, eps=eps, max_norm=max_norm)
     given, norms = dict(adam.named_buffers()), []
     for step in range(50):
         # From none and tiny to large: for the first steps' correction, epsilon and clipping to matter.
@@ -186,3 +164,68 @@ def test_adam_is_that_of_torch(name, lr, eps, max_norm):
     torch.testing.assert_close(adam.state_dict(), dict(optimizer.state[expected]), rtol=1e-4, atol=1e-8)
     # In place, for a captured graph knows addresses.
     assert all(moment is given[key] for key, moment in adam.named_buffers())
+
+
+# ---- Policies in NumPy -------------------------------------------------------------------------------------
+DQN, _, PPO, *_ = TWINS
+ARGS = {DQN: (*EACH_STEP, "--batch-size", 4, "--learning-starts", 10, "--total-timesteps", 42)}
+ARGS[PPO] = ("--num-minibatches", 1, "--update-epochs", 1, "--num-steps", 16, "--total-timesteps", 200)
+OWN = """own = type("Own", (nn.Sequential,), {"forward": lambda s, x: 2 * nn.Sequential.forward(s, x)})
+        self.actor_mean = own("""
+OTHERS = {
+    "another activation": (DQN, "F.relu(self.fc1(x))", "torch.tanh(self.fc1(x))"),
+    "a layer without bias": (DQN, "nn.Linear(120, 84, ", "nn.Linear(120, 84, bias=False, "),
+    "a buffer": (
+        DQN,
+        "device=device)\n\n",
+        "device=device)\n        self.register_buffer('shift', torch.zeros(()))\n\n",
+    ),
+    "another output": (DQN, "return self.fc3(x)", "return 2 * self.fc3(x)"),
+    "another input": (
+        DQN,
+        "if obs.dtype == torch.uint8 else obs",
+        "if obs.dtype == torch.uint8 else obs.clamp(-1, 1)",
+    ),
+    "PPO, another activation": (PPO, "nn.Tanh(),", "nn.ReLU(),"),
+    "PPO, without bias": (PPO, "self.actor_logstd =", "self.actor_mean[2].bias = None; self.actor_logstd ="),
+    "PPO, a module of one's own": (PPO, "self.actor_mean = nn.Sequential(", OWN),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_network_that_numpy_does_not_know_acts_in_pytorch(other, capfd):
+    (twin, *passages), results = OTHERS[other], []
+    for name in (twin.removesuffix("_torchcompile"), twin):
+        with changed(name, *passages):
+            results.append(play(name, *ARGS[twin]))
+    assert capfd.readouterr().err.count("acting in PyTorch") == 1
+    assert results[1]["policy"] is results[1]["torch_policy"]
+    assert_same_numbers(*results, atol=1e-3)
+
+
+MANY = [(DQN, 64, "numpy"), (DQN, 65, "torch"), (PPO, 256, "numpy"), (PPO, 257, "torch"), (DQN, 1, "bytes")]
+
+
+@pytest.mark.parametrize(("twin", "num_envs", "how"), MANY)
+def test_many_environments_and_bytes_act_in_pytorch(twin, num_envs, how, capfd):
+    args = (*ARGS[twin], "--num-envs", num_envs, "--total-timesteps", 3 * num_envs + 42)
+    args += ("--buffer-size", 1000) if twin == DQN else ("--num-steps", 2)
+    result = run(twin, *world(twin, "Bytes" if how == "bytes" else "Scripted"), *args)
+    assert result["policy"] is result["numpy_policy" if how == "numpy" else "torch_policy"]
+    assert capfd.readouterr().err.count("acting in PyTorch") == (how != "numpy")
+
+
+def test_policies_in_numpy_are_the_networks():
+    """Of DQN, that has a copy of the parameters, after each gradient step."""
+    compare = 'globals().setdefault("equal", []).append(torch.equal(host_params, flat_network.params))'
+    with changed(DQN, "actions = policy(obs)", f"{compare}; actions = policy(obs)"):
+        dqn = play(DQN, *ARGS[DQN], "--num-envs", 3)
+    ppo = play(PPO, *ARGS[PPO])
+    assert len(dqn["equal"]) == 14 and all(dqn["equal"])
+    for param in (*dqn["host_network"].parameters(), *ppo["agent"].actor_mean.parameters()):
+        param.data.normal_()  # biases that matter, and outputs of some size
+    dqn["epsilon"].fill_(0)
+    obs = torch.randn(100, 4)
+    assert np.array_equal(dqn["numpy_policy"](obs.numpy()), dqn["host_network"](obs).argmax(dim=1))
+    for policy in (ppo["numpy_policy"], ppo["torch_policy"]):
+        torch.testing.assert_close(torch.from_numpy(policy(obs.numpy())), ppo["agent"].actor_mean(obs))

@@ -1,6 +1,5 @@
 """Captured twins, on the CPU, compute what they compute without, and what a CUDA graph would freeze shows."""
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,10 +19,9 @@ from torch._dynamo.utils import counters
 
 DQN, ATARI, PPO, SAC, TD3 = TWINS
 # Twins that act in PyTorch, because NumPy does not know their network, and what is changed for that.
-IN_PYTORCH = {
-    f"{DQN}, acting in PyTorch": ("F.relu(self.fc1", "torch.sigmoid(self.fc1"),
-    f"{PPO}, acting in PyTorch": ("nn.Tanh()", "nn.Sigmoid()"),
-}
+DQN_IN_TORCH, PPO_IN_TORCH = f"{DQN}, acting in PyTorch", f"{PPO}, acting in PyTorch"
+IN_TORCH = {DQN_IN_TORCH: ("F.relu(self.fc1", "torch.sigmoid(self.fc1")}
+IN_TORCH |= {PPO_IN_TORCH: ("nn.Tanh()", "nn.Sigmoid()")}
 # Runs of two kinds of gradient steps, the last of them without the actor, or of several rollouts. (With two
 # environments PPO's policy would differ by rounding: a graph has a copy of the observations, whose rows lie
 # closer together.)
@@ -31,45 +29,24 @@ ROLLOUTS = ("--num-steps", 16, "--num-minibatches", 2, "--update-epochs", 2, "--
 ARGS = dict.fromkeys(OFF_POLICY, ("--learning-starts", 50, "--batch-size", 16))
 ARGS |= {DQN: (*ARGS[DQN], *EACH_STEP), PPO: (*ROLLOUTS, 1), ATARI: (*ROLLOUTS, 2)}
 # How many functions of each are compiled.
-GRAPHS = {SAC: 3, TD3: 3, DQN: 1, PPO: 2, ATARI: 3}
-GRAPHS |= {case: GRAPHS[case.split(",")[0]] + 1 for case in IN_PYTORCH}
+GRAPHS = {SAC: 3, TD3: 3, DQN: 1, DQN_IN_TORCH: 2, PPO: 2, PPO_IN_TORCH: 3, ATARI: 3}
+# Of a build for CUDA, Dynamo (2.14) asks the driver.
+NO_DRIVER = torch.version.cuda is not None and not torch.cuda.is_available()
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def script(case: str) -> AbstractContextManager:
     """Have `run` take the twin of a case as the case says."""
-    return changed(case.split(",")[0], *IN_PYTORCH[case]) if case in IN_PYTORCH else nullcontext()
+    return changed(case.split(",")[0], *IN_TORCH[case]) if case in IN_TORCH else nullcontext()
 
 
 def train(case: str, rounds: int, *options, directory: Path, cuda: bool = False) -> tuple[dict, Path]:
     """The globals of a run of one or two rounds, and its checkpoint."""
     twin = case.split(",")[0]
-    steps = rounds * (151 if twin in OFF_POLICY else 96)
+    args = (*ARGS[twin], "--total-timesteps", rounds * (151 if twin in OFF_POLICY else 96), "--save-model")
     with script(case):
-        args = (*ARGS[twin], "--total-timesteps", steps, *options, "--save-model")
-        run = play(twin, *args, directory=directory, cuda=cuda)
-    [checkpoint] = directory.glob(f"runs/*/{run['global_step']}.pt")
-    return run, checkpoint
-
-
-@pytest.fixture(scope="module", params=GRAPHS)
-def plain(request, tmp_path_factory) -> tuple[str, list[tuple[dict, Path]]]:
-    """A twin, and the globals and checkpoints of a run without flags and of the one that goes on with it."""
-    case, directory = request.param, tmp_path_factory.mktemp("plain")
-    first = train(case, 1, directory=directory)
-    return case, [first, train(case, 2, "--resume", first[1], directory=directory)]
-
-
-def test_a_captured_run_and_one_that_goes_on_compute_the_same(plain, tmp_path):
-    (case, runs), resume = plain, ()
-    for rounds, (expected, _) in enumerate(runs, start=1):
-        options = (*resume, "--cudagraphs")
-        with captured_on_cpu():
-            captured, checkpoint = train(case, rounds, *options, directory=tmp_path, cuda=True)
-        resume = ("--resume", checkpoint)
-        assert captured["cudagraphs"]
-        assert captured["updates"] >= 8
-        assert_same_numbers(expected, captured, rtol=0, atol=0)
+        run = play(twin, *args, *options, directory=directory, cuda=cuda)
+    return run, directory / run["folder"] / f"{run['global_step']}.pt"
 
 
 class OneStream:
@@ -78,11 +55,21 @@ class OneStream:
     device = torch.device("cuda", 0)
 
 
-def test_a_compiled_and_captured_run_that_goes_on_computes_the_same(plain, tmp_path):
-    """Nor is anything compiled again, as warm-up, capture and run each have a stream of their own."""
-    case, [(_, checkpoint), (expected, _)] = plain
-    (folder := tmp_path / "runs" / "resumed").mkdir(parents=True)
-    options = ("--resume", shutil.copy(checkpoint, folder), "--compile", "--cudagraphs")
+@pytest.mark.parametrize("case", GRAPHS)
+def test_captured_runs_and_those_that_go_on_compute_the_same(case, tmp_path):
+    first, checkpoint = train(case, 1, directory=tmp_path)
+    second, _ = train(case, 2, "--resume", checkpoint, directory=tmp_path)
+    resume = ()
+    for rounds, expected in enumerate((first, second), start=1):
+        with captured_on_cpu():
+            captured, own = train(case, rounds, *resume, "--cudagraphs", directory=tmp_path, cuda=True)
+        resume = ("--resume", own)
+        assert captured["cudagraphs"] and captured["updates"] >= 8
+        assert_same_numbers(expected, captured, rtol=0, atol=0)
+
+    if NO_DRIVER:
+        return
+    # Compiled, too, and only once, though warm-up, capture and run have a stream of their own each.
     streams, asked = [OneStream() for _ in range(3)], count()
     current = {"is_available": lambda: True, "current_stream": lambda *_: streams[next(asked) % 3]}
     counters.clear()
@@ -93,53 +80,45 @@ def test_a_compiled_and_captured_run_that_goes_on_computes_the_same(plain, tmp_p
         patch.multiple(torch.accelerator, **current),
         torch._dynamo.config.patch(error_on_recompile=True),
     ):
-        captured, _ = train(case, 2, *options, directory=tmp_path, cuda=True)
-    assert captured["cudagraphs"]
+        options = ("--resume", checkpoint, "--compile", "--cudagraphs")
+        compiled, _ = train(case, 2, *options, directory=tmp_path, cuda=True)
+    assert compiled["cudagraphs"]
     assert counters["stats"]["unique_graphs"] == GRAPHS[case]
     assert next(asked) > GRAPHS[case]  # that is, not only while it compiles
-    assert_same_numbers(expected, captured, rtol=1e-6, atol=1e-6)
+    assert_same_numbers(second, compiled, rtol=1e-6, atol=1e-6)
 
 
-# Passages of twins, and in their place what only a captured run would suffer from.
-STALE = [
-    (PPO, "annealed_lr.fill_(", "optimizer.lr = ("),
-    (TD3, "size.fill_(", "size = int("),
-    (f"{DQN}, acting in PyTorch", "epsilon.fill_(", "epsilon = ("),
-    (TD3, "torch.randn_like(mean)", "math.sin(global_step)"),
-    (TD3, "self.step.add_(1)", "setattr(self, 'step', self.step + 1) or self.step"),
-    (SAC, "exp_avg = self.exp_avg.lerp_(", "exp_avg = self.exp_avg = self.exp_avg.lerp("),
-    (TD3, "target.params.lerp_(", "target.params = (lambda *x: nn.Parameter(target.params.lerp(*x)))("),
-    (TD3, "losses[name].copy_(", "losses[name] = ("),
-    (ATARI, "buffer.copy_(", "buffer = (lambda rollout, non_blocking: rollout.to(device).clone())("),
-    (PPO, "load_states(state, saved)", "pass"),
-    (SAC, "torch.manual_seed(seed)", "pass"),
-    (SAC, "graphs[kind]()", "graphs[kinds[0]]()"),
-    (TD3, "if with_actor:", "if updates % 2 == 0:"),
-]
-FROZEN = r"not (match|equal|close)|nan|memory that nothing else"  # how it shows
-# And what a capture refuses.
+# Passages of twins, what takes their place, and how it shows in a captured run, or is refused.
 UPDATE = '"""One gradient step on a new batch."""'
 ALIVE = "{key: param.clone() for key, param in item.named_parameters()}"
-REFUSED = [
+LERP = "(lambda *x: nn.Parameter(target.params.lerp(*x)))"
+STALE = [
+    (PPO, "annealed_lr.fill_(", "optimizer.lr = (", "not equal"),
+    (TD3, "size.fill_(", "size = int(", "not equal"),
+    (DQN_IN_TORCH, "epsilon.fill_(", "epsilon = (", "nothing else"),
+    (TD3, "torch.randn_like(mean)", "math.sin(global_step)", "not equal"),
+    (TD3, "self.step.add_(1)", "setattr(self, 'step', self.step + 1) or self.step", "nothing else"),
+    (SAC, "exp_avg = self.exp_avg.lerp_(", "exp_avg = self.exp_avg = self.exp_avg.lerp(", "nothing else"),
+    (TD3, "target.params.lerp_(", f"target.params = {LERP}(", "nothing else"),
+    (TD3, "losses[name].copy_(", "losses[name] = (", "not equal"),
+    (ATARI, "buffer.copy_(", "buffer = (lambda rollout, non_blocking: rollout.clone())(", "nothing else"),
+    (PPO, "load_states(state, saved)", "pass", "not equal"),
+    (SAC, "torch.manual_seed(seed)", "pass", "not equal"),
+    (SAC, "graphs[kind]()", "graphs[kinds[0]]()", "keys of the mappings"),
+    (TD3, "if with_actor:", "if updates % 2 == 0:", "not equal"),
     (TD3, UPDATE, f"{UPDATE}; size.item()", "_local_scalar_dense"),
     (SAC, "copy.deepcopy(item.state_dict())", ALIVE, "a history is alive"),
 ]
 
 
-@pytest.mark.parametrize(("case", "passage", "other"), STALE)
-def test_a_capture_shows_what_it_freezes(case, passage, other):
+@pytest.mark.parametrize(("case", "passage", "other", "shown"), STALE)
+def test_a_capture_shows_what_it_freezes_and_what_a_gpu_refuses(case, passage, other, shown):
     twin = case.split(",")[0]
     args = (*ARGS[twin], "--total-timesteps", 72 if twin in OFF_POLICY else 64)  # the last step has the actor
     with script(case), changed(twin, passage, other):
         expected = play(twin, *args)
-        with pytest.raises((AssertionError, CaptureError), match=FROZEN), captured_on_cpu():
+        with pytest.raises((AssertionError, CaptureError), match=shown), captured_on_cpu():
             assert_same_numbers(expected, play(twin, *args, "--cudagraphs", cuda=True), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("twin", "passage", "other", "message"), REFUSED)
-def test_a_capture_refuses_what_fails_on_a_gpu(twin, passage, other, message):
-    with captured_on_cpu(), changed(twin, passage, other), pytest.raises(CaptureError, match=message):
-        play(twin, *ARGS[twin], "--cudagraphs", cuda=True)
 
 
 @pytest.fixture(params=["pretended", pytest.param("real", marks=ON_GPU)])
@@ -171,17 +150,6 @@ def test_a_graph_keeps_numbers_and_addresses(device):
     assert kept.item() == 100
 
 
-def test_a_graph_is_refused_memory_that_nothing_else_uses():
-    with captured_on_cpu():
-        other, device = torch.ones(3, device=torch.device("cuda")), torch.device("cuda")
-        captured = CudaGraphModule(lambda x: (x + other, other.add_(1))[0], warmup=1, device=device)
-        for _ in range(3):
-            captured(torch.ones(3, device=device))
-        other = torch.ones(3, device=device)
-        with pytest.raises(CaptureError, match="nothing else"):
-            captured(torch.ones(3, device=device))
-
-
 def test_a_graph_draws_anew_from_the_seed_that_is_set_and_writes_to_its_own_inputs(device):
     captured = CudaGraphModule(lambda x: x.add_(1) + torch.randn(3, device=device), warmup=2, device=device)
     x = torch.zeros(3, device=device)
@@ -193,15 +161,6 @@ def test_a_graph_draws_anew_from_the_seed_that_is_set_and_writes_to_its_own_inpu
         expected = 1 + torch.randn(3, device=device)
         torch.manual_seed(seed)
         torch.testing.assert_close(captured(x), expected, rtol=0, atol=0)
-
-
-def test_a_graph_has_no_values_before_it_runs(device):
-    kept = []
-    captured = CudaGraphModule(lambda x: kept.append(x + 1), warmup=1, device=device)
-    for number in (5.0, 6.0):
-        captured(torch.full((3,), number, device=device))
-    assert kept[-1].tolist() == [7, 7, 7]
-    assert len(kept) == 2
 
 
 NEW_SEEDS = count()
@@ -244,23 +203,9 @@ def test_a_capture_on_a_gpu_refuses_to_wait(index):
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
 
 
+@pytest.mark.skipif(NO_DRIVER, reason="needs a CUDA driver or a PyTorch for CPUs")
 def test_a_capture_refuses_to_compile():
     """The stand-in does so always, a GPU only where Inductor tries something out or waits meanwhile."""
     compiled, number = torch.compile(lambda x, number: x + number, backend="eager"), count()
     with captured_on_cpu():
         assert_refused(lambda x: compiled(x, next(number)), CaptureError, "compiling")
-
-
-@pytest.mark.parametrize(("size", "number"), [(3, 2.0), (4, 1.0)], ids=["number", "shape"])
-def test_a_graph_refuses_other_arguments(device, size, number):
-    captured = CudaGraphModule(lambda x, number: x * number, warmup=1, device=device)
-    captured(torch.ones(3, device=device), 1.0)
-    with pytest.raises(ValueError):
-        captured(torch.ones(size, device=device), number)
-
-
-def test_a_graph_refuses_arguments_with_gradients(device):
-    with pytest.raises(RuntimeError, match="require gradients"):
-        CudaGraphModule(lambda x: x, warmup=1, device=device)(
-            torch.ones(3, device=device, requires_grad=True)
-        )

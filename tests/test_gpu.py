@@ -5,36 +5,28 @@ import gc
 import inspect
 from functools import partial
 
+import conftest
 import pytest
 import torch
 import torch._inductor.config
-from conftest import (
-    ACTOR_CRITIC,
-    DISCRETE,
-    EACH_STEP,
-    SCRIPTS,
-    SEEDS,
-    assert_same_numbers,
-    play,
-    resume_with_warm_up,
-    run,
-)
+from conftest import OFF_POLICY, SCRIPTS, SEEDS, assert_same_numbers, play, run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [pytest.mark.gpu, NO_GPU]
 
 BOTH = ("--compile", "--cudagraphs")
 MODES = [(), ("--compile",), ("--cudagraphs",), BOTH]
-REACHER = ("--env-id", "Reacher-v4")
-TWENTY_UPDATES = ("--learning-starts", 64, "--total-timesteps", 85)
+modes = pytest.mark.parametrize("flags", MODES, ids=lambda flags: "".join(flags) or "no flag")
+each = pytest.mark.parametrize("script", SCRIPTS)
+REACHER = ("--env-id", "Reacher-v4", "--learning-starts", 64, "--total-timesteps")
 ROLLOUTS = ("--num-minibatches", 2, "--update-epochs", 2, "--num-envs")
+CHOICES = ("--num-envs", 65, "--train-frequency", 65, "--target-network-frequency", 195)
+CHOICES += ("--learning-starts", 65, "--total-timesteps", 1365)
 # A dozen gradient steps or two, and how far parameters may be apart: a step of the learning rate, as in
-# test_twins.py. With so many environments the policy of PPO is PyTorch's.
+# test_twins.py. With so many environments the policies of PPO and DQN are PyTorch's.
 RUNS = {
-    **dict.fromkeys(ACTOR_CRITIC, (run, (*REACHER, *TWENTY_UPDATES), 1e-3)),
-    **dict.fromkeys(DISCRETE, (play, (*EACH_STEP, *TWENTY_UPDATES), 1e-3)),
+    **dict.fromkeys(OFF_POLICY, (run, (*REACHER, 85), 1e-3)),
+    "dqn": (play, CHOICES, 1e-3),
     "ppo_continuous_action": (play, (*ROLLOUTS, 257, "--num-steps", 4, "--total-timesteps", 2500), 3e-4),
     "ppo_atari_envpool": (play, (*ROLLOUTS, 2, "--num-steps", 16, "--total-timesteps", 64), 3e-4),
 }
@@ -47,12 +39,13 @@ def sound_graphs(monkeypatch):
     What runs have left is collected: a captured graph in a cycle that dies during a later capture breaks it.
     """
     gc.collect()
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # in which eager and compiled code differ
     if "check_input_liveness" in inspect.signature(torch.cuda.graph.__init__).parameters:
         monkeypatch.setattr(torch.cuda, "graph", partial(torch.cuda.graph, check_input_liveness=True))
 
 
-@pytest.mark.parametrize("flags", MODES, ids=lambda flags: "".join(flags) or "no flag")
-@pytest.mark.parametrize("script", SCRIPTS)
+@modes
+@each
 def test_twin_computes_what_the_eager_script_does(script, flags):
     train, args, atol = RUNS[script]
     eager = train(script, *args, cuda=True)
@@ -64,22 +57,22 @@ def test_twin_computes_what_the_eager_script_does(script, flags):
     assert_is_sound(eager, twin)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@each
 def test_compiled_random_numbers_are_captured(script):
     train, args, _ = RUNS[script]
     assert_is_sound(train(script, *args, cuda=True), train(f"{script}_torchcompile", *args, *BOTH, cuda=True))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@each
 def test_a_captured_run_goes_on_from_a_checkpoint(script, tmp_path):
-    resume_with_warm_up(f"{script}_torchcompile", *BOTH, cuda=True, directory=tmp_path)
+    conftest.resume_with_warm_up(f"{script}_torchcompile", *BOTH, cuda=True, directory=tmp_path)
 
 
-@pytest.mark.parametrize("flags", MODES, ids=lambda flags: "".join(flags) or "no flag")
+@modes
 @pytest.mark.parametrize("name", SEEDS)
 def test_agents(name, flags, tmp_path):
     """They go on from a checkpoint with the same random numbers with each of the flags, and on the CPU."""
-    args = (*REACHER, "--learning-starts", 64, "--num-seeds", 3, "--total-timesteps")
+    args = ("--num-seeds", 3, *REACHER)
     run(name, *args, 66, "--save-model", directory=tmp_path)  # networks at the start are drawn by the device
     resume = ("--resume", *sorted(tmp_path.glob("runs/*/66.pt")))
     on_cpu = run(name, *args, 85, *resume, directory=tmp_path)
@@ -87,10 +80,8 @@ def test_agents(name, flags, tmp_path):
     assert together["device"].type == "cuda"
     assert together["cudagraphs"] == ("--cudagraphs" in flags)
     assert together["updates"] == on_cpu["updates"] == 20
-    found, expected = (
-        [item.state_dict() for item in result["state"].values()] for result in (together, on_cpu)
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3, check_device=False)
+    states = [[item.state_dict() for item in result["state"].values()] for result in (together, on_cpu)]
+    torch.testing.assert_close(*states, rtol=1e-3, atol=1e-3, check_device=False)
     assert_no_wait(together)
 
 
@@ -112,7 +103,12 @@ def assert_policies_draw_alike(*results: dict) -> None:
     for result in results:
         if "epsilon" in result:
             result["epsilon"].fill_(0.4)  # a tensor, which had another value at capture
-        obs = result["rollout_obs"][0] if "rollout" in result else torch.zeros(1, result["obs_dim"]).cuda()
+        num_envs = result["args"].num_envs
+        obs = (
+            result["rollout_obs"][0]
+            if "rollout" in result
+            else torch.zeros(num_envs, result["obs_dim"]).cuda()
+        )
         # Outside of no_grad, as in training: the grad mode is something that compiled code depends on.
         draws = torch.stack([result["act"](obs).clone() for _ in range(1000)]).double()
         moments.append((draws.mean(dim=0), draws.std(dim=0)))

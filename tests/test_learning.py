@@ -1,66 +1,54 @@
-"""Every script that learns within minutes really learns."""
+"""Every script learns: the known values of tiny environments, and to balance a pole."""
 
 import json
-import math
-import statistics
 
+import numpy as np
 import pytest
-from conftest import cli
+import torch
+from conftest import DISCRETE, NOT_ATARI, OFF_POLICY, SEEDS, cli, run, world
 
-INVERTED_PENDULUM = ("--env-id", "InvertedPendulum-v4")
-# A pendulum to be swung up, which random actions leave at -1200 or so. No episode of it terminates: that
-# terminated steps have no future, tests/test_off_policy.py checks, and SAC's four agents below learn it.
-PENDULUM = ("--env-id", "Pendulum-v1", "--learning-starts", "1000")
-# Steps, the floor for the mean of the last ten episodes, and arguments.
+# How many steps are enough to learn to balance, and arguments; to learn values takes a quarter of them.
+FAST = ("--batch-size", 64, "--learning-starts", 100, "--tau", 0.05)
+EACH_STEP = ("--train-frequency", 1, "--target-network-frequency", 1, "--exploration-fraction", 0.3)
+ROLLOUTS = ("--num-steps", 256, "--num-minibatches", 8, "--update-epochs", 5)
 RUNS = {
-    # With faster learning than by default 8000 steps are enough: seeds 1 to 4 of the compiled twins are at
-    # -236 to -120.
-    "sac_continuous_action": (8_000, -300, (*PENDULUM, "--policy-lr", "1e-3")),
-    "td3_continuous_action": (8_000, -300, (*PENDULUM, "--learning-rate", "1e-3", "--tau", "0.02")),
-    "ppo_continuous_action": (60_000, 850, INVERTED_PENDULUM),
-    # CartPole-v1, where random actions reach 22. Seeds 1 to 6 are at 108 to 294 after so few steps.
-    "dqn": (40_000, 100, ("--learning-starts", "1000")),
+    "sac_continuous_action": (2000, *FAST, "--policy-lr", 1e-3),
+    "td3_continuous_action": (2000, *FAST, "--learning-rate", 1e-3),
+    "dqn": (4000, *FAST, "--learning-rate", 1e-3, *EACH_STEP),
+    "ppo_continuous_action": (20_000, *ROLLOUTS, "--learning-rate", 3e-3),
 }
-# With batches of 64, which take a third of the time: steps, floors for the mean and for the worst of four
-# agents, and arguments.
-SEEDS_RUNS = {
-    # To where the pole no longer falls at once; idle it stands for 58.
-    "sac_continuous_action_seeds": (15_000, 300, 75, (*INVERTED_PENDULUM, "--learning-starts", "1000")),
-    # Seeds 1 to 4 and 11 to 14 are at -205 to -105.
-    "td3_continuous_action_seeds": (8_000, -250, -350, RUNS["td3_continuous_action"][2]),
-}
+PROBES = {"ObservationReward": {value: value for value in (-0.8, -0.3, 0.2, 0.7)}}
+PROBES |= {"LateReward": {0: 0.25, 1: 0.5, 2: 1}, "Truncated": {0: 2}}
+AGENTS = ("--compile", "--seeds", 1, 2, 3, 4)
+CASES = [*((name, ()) for name in RUNS), *((f"{name}_torchcompile", ("--compile",)) for name in RUNS)]
+CASES += [(name, AGENTS) for name in SEEDS]
 
 
-def learn(name: str, *args) -> dict:
-    """The summary of a run."""
-    process = cli(name, *args, "--no-cuda")
+@pytest.mark.parametrize("probe", PROBES)
+@pytest.mark.parametrize("name", NOT_ATARI)
+def test_learnt_values_are_the_known_ones(name, probe):
+    steps, *args = RUNS[name]
+    args += ["--no-autotune", "--alpha", 0] if name.startswith("sac") else []  # no entropy in the values
+    result = run(name, *world(name, probe), *args, "--gamma", 0.5, "--total-timesteps", steps // 4)
+    obs, expected = torch.tensor([*PROBES[probe].items()]).float().T
+    obs = obs[:, None]
+    with torch.no_grad():
+        if name in DISCRETE:
+            values = result["q_network"](obs).T
+        elif name in OFF_POLICY:
+            values = torch.cat([result["critic"](obs, torch.full_like(obs, action)) for action in (-1, 0, 1)])
+        else:  # rewards, and so values, are in units of the deviation of returns
+            seen = torch.from_numpy(result["obs_moments"].standardise(obs.numpy())).float()
+            values = result["agent"].critic(seen).T * result["return_moments"].std()
+    torch.testing.assert_close(values.float(), expected.expand_as(values), rtol=0, atol=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "flags"), CASES)
+def test_learns_to_balance(name, flags):
+    """At random a return is 3 or so; each of seeds 1 to 5 reaches 87 to 99. As commands: compiled, each alone."""
+    steps, *args = next(RUNS[script] for script in RUNS if name.startswith(script))
+    options = (*world(name, "Balance"), *args, *flags, "--gamma", 0.95, "--total-timesteps", steps)
+    process = cli(name, *options, "--no-cuda")
     assert process.returncode == 0, process.stderr
-    summary = json.loads(process.stdout.splitlines()[-1])
-    assert summary["updates"] > 0
-    return summary
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--compile",)], ids=["eager", "compile"])
-@pytest.mark.parametrize("script", RUNS)
-def test_learns(script, flags):
-    steps, floor, args = RUNS[script]
-    reached = []
-    # A seed may fall short, and which one depends on the rounding of the machine.
-    while len(reached) < 2 and max(reached, default=-math.inf) < floor:
-        seed = ("--seed", len(reached) + 1)
-        name = f"{script}_torchcompile" if flags else script
-        summary = learn(name, "--total-timesteps", steps, *args, *seed, *flags)
-        assert summary["compile"] == bool(flags)
-        reached.append(summary["episodic_return_10"])
-    assert max(reached) >= floor, reached
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", SEEDS_RUNS)
-def test_four_agents_at_once_learn(script):
-    steps, mean, worst, args = SEEDS_RUNS[script]
-    options = ("--batch-size", "64", "--total-timesteps", steps, "--seeds", "1", "2", "3", "4", "--compile")
-    reached = learn(script, *args, *options)["episodic_return_10"]
-    assert statistics.mean(reached) >= mean, reached
-    assert min(reached) >= worst, reached
+    assert np.min(json.loads(process.stdout.splitlines()[-1])["episodic_return_10"]) > 83

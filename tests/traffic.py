@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from types import FrameType
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
+from capture import pretended_cuda, waits
 from envs import ScriptedGames
 from gymnasium.vector import SyncVectorEnv
-from pretended import pretended_cuda, waits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -59,10 +59,8 @@ class Traffic(TorchDispatchMode):
 
     def between_steps(self) -> list[Counter[str]]:
         """What was counted from each step of the environments to the next one."""
-        return [
-            Counter({key: after[key] - before[key] for key in after})
-            for before, after in pairwise(self.steps)
-        ]
+        pairs = pairwise(self.steps)
+        return [Counter({key: after[key] - before[key] for key in after}) for before, after in pairs]
 
     def note(self, *events: str) -> None:
         """Count copies and waits, and refuse them where there must not be any."""
@@ -73,8 +71,7 @@ class Traffic(TorchDispatchMode):
             self.under_way.clear()
             while self.arriving:
                 self.arriving.pop().zero_()
-        frames = list(script_frames())
-        if found := CAPTURED & {frame.f_code.co_name for frame in frames}:
+        if found := CAPTURED & {frame.f_code.co_name for frame in script_frames()}:
             self.fail(f"{' and '.join(events)} in {found.pop()}")
 
     def fail(self, what: str) -> None:
@@ -92,9 +89,8 @@ class Traffic(TorchDispatchMode):
         if function is aten.copy_.default and on_host:
             self._copied(*args, **kwargs)
             return args[0] if args[0].is_meta else args[0].zero_()
-        if function is aten._to_copy.default and (
-            on_host or kwargs.get("device", args[0].device).type == "cpu"
-        ):
+        to_host = function is aten._to_copy.default and kwargs.get("device", args[0].device).type == "cpu"
+        if to_host or (function is aten._to_copy.default and on_host):
             dtype = kwargs.get("dtype") or args[0].dtype
             result = torch.zeros(args[0].shape, dtype=dtype, device=kwargs["device"])
             if args[0].is_meta and kwargs.get("non_blocking"):  # to memory that PyTorch pins
@@ -108,10 +104,9 @@ class Traffic(TorchDispatchMode):
             return torch.ones((), dtype=args[0].dtype).item()
         if waits(function, args):
             self.note("wait")
-        # With "device" it makes a tensor like another one.
-        if any(tensor.dim() for tensor in on_host) and "device" not in kwargs:
-            self.fail(f"{function} on tensors of the host and of the device")
-        if on_host and "device" not in kwargs:
+        if on_host and "device" not in kwargs:  # with which it makes a tensor like another one
+            if any(tensor.dim() for tensor in on_host):
+                self.fail(f"{function} on tensors of the host and of the device")
             self.note("number of the host")
         aliases = [result.alias_info for result in function._schema.returns]
         view = aliases and all(alias and not alias.is_write for alias in aliases)
@@ -128,22 +123,6 @@ class Traffic(TorchDispatchMode):
             self.under_way.append((source, source.clone()))
 
 
-class Event:
-    """In place of `torch.cuda.Event`: whoever waits for one that was recorded waits for all before it."""
-
-    def __init__(self, traffic: Traffic):
-        self.traffic, self.recorded = traffic, False
-
-    def record(self) -> None:
-        """Note that there is something to wait for."""
-        self.recorded = True
-
-    def synchronize(self) -> None:
-        """Wait for it."""
-        if self.recorded:
-            self.traffic.note("wait")
-
-
 @contextmanager
 def counted_traffic() -> Iterator[Traffic]:
     """Pretend a CUDA device without values, and count what goes to and from it."""
@@ -156,11 +135,16 @@ def counted_traffic() -> Iterator[Traffic]:
 
         return step_and_count
 
+    def event() -> Mock:
+        """In place of `torch.cuda.Event`: whoever waits for one that was recorded waits for all before it."""
+        recorded = []
+        return Mock(record=lambda: recorded.append(1), synchronize=lambda: recorded and traffic.note("wait"))
+
     with (
         patch.object(SyncVectorEnv, "step", counted(SyncVectorEnv.step)),
         patch.object(ScriptedGames, "step", counted(ScriptedGames.step)),
-        patch("torch.cuda.Event", partial(Event, traffic)),
-        pretended_cuda("meta", synchronize=lambda: traffic.note("wait")),
+        patch("torch.cuda.Event", event),
+        pretended_cuda("meta", synchronize=partial(traffic.note, "wait")),
         traffic,
     ):
         yield traffic
