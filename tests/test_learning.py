@@ -46,7 +46,7 @@ def test_learnt_values_are_the_known_ones(name, probe):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "flags"), CASES)
 def test_learns_to_balance(name, flags):
-    """At random a return is 3 or so; each of seeds 1 to 5 reaches 87 to 99. As commands: compiled, each alone."""
+    """At random a return is 3 or so; each of seeds 1 to 5 reaches 87 to 99."""
     steps, *args = next(RUNS[script] for script in RUNS if name.startswith(script))
     options = (*world(name, "Balance"), *args, *flags, "--gamma", 0.95, "--total-timesteps", steps)
     process = cli(name, *options, "--no-cuda")
