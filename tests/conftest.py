@@ -25,6 +25,9 @@ from torch.utils.tensorboard import SummaryWriter
 # Two threads that meet after each tiny operation are slow, fifty times so beside a busy process.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the scripts that run as commands
+# A shell has its background jobs ignore Ctrl+C, nohup SIGHUP: the runs of the tests would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -218,8 +221,6 @@ def start(name: str, directory: Path, *args, **others) -> subprocess.Popen:
     command = [sys.executable, str(LEANRL / f"{name}.py"), "--no-cuda", "--env-id", "envs:Scripted-v0", *args]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment()}
     options |= others
-    # Of a background job of a shell a child inherits that Ctrl+C is ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(command, cwd=directory, **options)
 
 

@@ -4,7 +4,20 @@ from itertools import count, pairwise
 
 import numpy as np
 import pytest
-from conftest import DISCRETE, NOT_ATARI, OFF_POLICY, SHORT, assert_same_numbers, instances, play, run, world
+from conftest import (
+    ACTOR_CRITIC,
+    DISCRETE,
+    NOT_ATARI,
+    OFF_POLICY,
+    SCRIPTS,
+    SHORT,
+    assert_same_numbers,
+    checkpoints,
+    instances,
+    play,
+    run,
+    world,
+)
 from envs import Faulty
 
 
@@ -59,3 +72,14 @@ def test_a_reward_beyond_float32_is_told_where_rows_are_bytes(monkeypatch):
     monkeypatch.setattr("envs.reward", lambda episode, step: 1e39)
     with pytest.raises(SystemExit, match=r"^dqn\.py: error: a transition is not finite at step 2$"):
         run("dqn", *world("dqn", "Bytes"), *SHORT["dqn"], "--num-envs", "2")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_loss_that_is_not_finite_ends_the_run_at_its_log_entry(name, tmp_path):
+    """By a learning rate with which the first gradient step goes beyond all numbers."""
+    rate = "--q-lr" if name.startswith("sac") else "--learning-rate"
+    args = (*SHORT[name], *(("--log-every", 1) if name in OFF_POLICY else ()))
+    args += ("--policy-frequency", 1) if name in ACTOR_CRITIC else ()
+    with pytest.raises(SystemExit, match=rf"^{name}\.py: error: \w+ is (nan|-?inf) at step \d+$"):
+        play(name, *args, rate, 1e38, "--save-model", directory=tmp_path)
+    assert not checkpoints(tmp_path)
