@@ -258,6 +258,31 @@ def acting(num_envs: int) -> list[dict]:
     return compare(f"PPO's actions for {num_envs} environments", 200, **variants)
 
 
+def exploring(num_envs: int) -> list[dict]:
+    obs, epsilon = torch.randn(num_envs, 4), torch.tensor(0.1)
+    network = nn.Sequential(nn.Linear(4, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 2))
+    layers = [[parameter.detach().numpy() for parameter in layer.parameters()] for layer in network[::2]]
+    host_obs, on_device, share = obs.numpy(), copy.deepcopy(network).to(DEVICE), epsilon.to(DEVICE)
+
+    def in_numpy() -> np.ndarray:
+        values = host_obs
+        for weight, bias in layers[:-1]:
+            values = (values @ weight.T + bias).clip(min=0)
+        values = values @ layers[-1][0].T + layers[-1][1]
+        explores, random = torch.rand(num_envs) < epsilon, torch.randint(2, (num_envs,))
+        return np.where(explores.numpy(), random.numpy(), values.argmax(axis=1))
+
+    def in_pytorch() -> np.ndarray:
+        with torch.no_grad():
+            values = on_device(obs.to(DEVICE))
+            best = values.argmax(dim=1)
+            explores = torch.rand_like(values[:, 0]) < share
+            return torch.where(explores, torch.randint_like(best, 2), best).cpu().numpy()
+
+    variants = {"in_numpy": in_numpy, "in_pytorch": in_pytorch, "compiled": torch.compile(in_pytorch)}
+    return compare(f"DQN's actions for {num_envs} environments", 200, **variants)
+
+
 def convolutions() -> list[dict]:
     frames = torch.randint(256, (BATCH, 84, 84, 4), dtype=torch.uint8, device=DEVICE)
     variants = {}
@@ -311,6 +336,7 @@ def main() -> None:
     off_policy = [*denormals(), *critics(), *sampling(), *optimizers(), *gradients(), *targets()]
     figures = [*off_policy, *advantages()]
     figures += [line for num_envs in (1, 256, 1024) for line in acting(num_envs)]
+    figures += [line for num_envs in (1, 64, 256) for line in exploring(num_envs)]
     figures += [*convolutions(), *habits()]
     gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else None
     made_with = provenance((sys.executable, __file__), dict(os.environ), gpu)
