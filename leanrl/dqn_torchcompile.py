@@ -361,7 +361,7 @@ if __name__ == "__main__":
         """Actions for obs (num_envs, obs_dim), as an array (num_envs,)."""
         return act(torch.from_numpy(obs).to(device, non_blocking=True)).cpu().numpy()  # sync
 
-    # [fast 6] For 1, 64 and 256 environments NumPy takes 11, 32 and 88 us, compiled PyTorch 27, 44 and 73.
+    # [fast 6] For 1, 64 and 256 environments NumPy takes 14, 63 and 111 us, PyTorch 27, 89 and 140.
     def numpy_values(obs: np.ndarray) -> np.ndarray:
         """Action values (num_envs, num_actions) of linear layers with ReLU between them, by NumPy."""
         for weight, bias in layers[:-1]:
