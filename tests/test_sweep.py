@@ -445,6 +445,10 @@ def test_runs_that_end_in_order_lose_nothing_when_their_sweep_is_stopped(house, 
         process.stderr.close()  # Ctrl+C ends both of `./run.sh 2>&1 | tee log`
     # A terminal signals the sweep and submitit's processes at once.
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+    if number == signal.SIGKILL:
+        process.wait()
+        with pytest.raises(SystemExit, match="2"):  # until the run has saved, no other sweep can begin
+            sweep_folder.claim(house.folder, seconds=0)
     _, error = process.communicate(timeout=30)
     assert process.returncode == (-number if number == signal.SIGKILL else 130)
     if number == signal.SIGINT:
