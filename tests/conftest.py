@@ -5,17 +5,16 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import chdir, contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
-import torch._inductor.config
 from envs import ScriptedGames
 from filelock import FileLock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -65,39 +64,31 @@ SHORT |= dict.fromkeys(ON_POLICY, (*ROLLOUTS, "--total-timesteps", "300"))
 
 
 def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> dict:
-    """Train in this process, on the CPU unless `cuda`; returns all globals of the script.
+    """Train in this process, in a temporary directory unless told another; returns all globals of the script.
 
-    It runs in the directory, by default a temporary one. "logged" has all that it wrote to TensorBoard, by
-    name: steps and values. Afterwards signals mean what they did before, and the folder of the run is no
-    longer locked. A script that exits with a status other than 0 raises SystemExit here.
+    "logged" has what it wrote to TensorBoard, by name: steps and values. Afterwards signals mean what they
+    did before, and the folder of the run is no longer locked.
     """
-    path = str(LEANRL / f"{name}.py")
+    path, logged = str(LEANRL / f"{name}.py"), {}
     argv = [path, *map(str, args), "--cuda" if cuda else "--no-cuda"]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    acquire, add_scalar, locks, logged = FileLock.acquire, SummaryWriter.add_scalar, [], {}
-
-    def note_lock(lock: FileLock, **options):
-        locks.append(lock)
-        return acquire(lock, **options)
-
-    def note_scalar(writer: SummaryWriter, tag: str, value: float, step: int) -> None:
-        logged.setdefault(tag, []).append((step, float(value)))
-        add_scalar(writer, tag, value, step)
-
     with (
         TemporaryDirectory() as temporary,
         chdir(directory or temporary),
         patch.object(sys, "argv", argv),
-        patch.object(FileLock, "acquire", note_lock),
-        patch.object(SummaryWriter, "add_scalar", note_scalar),
+        patch.object(FileLock, "acquire", autospec=True, side_effect=FileLock.acquire) as acquire,
+        patch.object(SummaryWriter, "add_scalar", autospec=True, side_effect=SummaryWriter.add_scalar) as add,
     ):
         try:
-            return runpy.run_path(path, run_name="__main__") | {"logged": logged}
+            result = runpy.run_path(path, run_name="__main__")
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            for lock in locks:
-                lock.release(force=True)
+            for call in acquire.call_args_list:
+                call.args[0].release(force=True)
+    for _, tag, value, step in (call.args for call in add.call_args_list):
+        logged.setdefault(tag, []).append((step, float(value)))
+    return result | {"logged": logged}
 
 
 def world(name: str, kind: str) -> tuple[str, str]:
@@ -131,21 +122,6 @@ def changed(name: str, passage: str, other: str) -> Iterator[None]:
         yield
 
 
-def resume_with_warm_up(twin: str, *flags, directory: Path, **options) -> None:
-    """Train a twin, and check that it goes on with these flags as it does without: acts alike, and learns."""
-    before = play(twin, *SHORT[twin], "--save-model", directory=directory, **options)
-    [path] = checkpoints(directory)
-    steps, acted = (*SHORT[twin], "--total-timesteps", "600"), []
-    for more in ((), flags):
-        with torch._inductor.config.patch(fallback_random=True):
-            result = play(twin, *steps, *more, "--resume", path, directory=directory, **options)
-        # Rounding in gradient steps has hardly changed the first ten.
-        acted.append(torch.tensor(np.array([env.actions[:10] for env in instances(result)])))
-        assert result["updates"] > before["updates"]
-        assert all(value.isfinite().all() for value in numbers(result).values())
-    torch.testing.assert_close(acted[0], acted[1], rtol=1e-3, atol=1e-3)
-
-
 @cache
 def rendering() -> dict[str, str]:
     """The variable for MuJoCo to render without a display; skips the test where it does not."""
@@ -158,16 +134,11 @@ def rendering() -> dict[str, str]:
 
 def make_commit(folder: Path) -> str:
     """Make a folder a git checkout with one commit of the files in it, and return that."""
-
-    def git(*command: str) -> str:
-        options = {"check": True, "capture_output": True, "text": True}
-        return subprocess.run(["git", "-C", folder, *command], **options).stdout.strip()
-
-    git("init", "--quiet")
-    git("add", "--all")
-    author = ("-c", "user.name=A", "-c", "user.email=a@example.org")
-    git(*author, "commit", "--quiet", "--allow-empty", "--message", "first")
-    return git("rev-parse", "HEAD")
+    git = ["git", "-C", folder, "-c", "user.name=A", "-c", "user.email=a@example.org"]
+    commit = ["commit", "--quiet", "--allow-empty", "--message", "first"]
+    for command in (["init", "--quiet"], ["add", "--all"], commit, ["rev-parse", "HEAD"]):
+        output = subprocess.check_output([*git, *command], text=True)
+    return output.strip()
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -176,10 +147,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def cli(name: str, *args, env: dict[str, str] | None = None, **options) -> subprocess.CompletedProcess:
-    """Run a script as a command with just these arguments, in a temporary directory; its output is text.
-
-    env holds additional variables, options go to subprocess.run.
-    """
+    """Run a script as a command with just these arguments; options are those of subprocess.run."""
     command = [sys.executable, str(LEANRL / f"{name}.py"), *map(str, args)]
     with TemporaryDirectory() as directory:
         options = {"cwd": directory, "capture_output": True, "text": True} | options
@@ -227,20 +195,18 @@ def start(name: str, directory: Path, *args, **others) -> subprocess.Popen:
 def adam_state(globals_: dict, name: str) -> dict[str, Tensor]:
     """Moments and steps of an optimizer, for each parameter, like "step.fc1.weight", whatever the script."""
     optimizer, found = globals_["state"][name], {}
-    if not isinstance(optimizer, nn.Module):
-        modules = [item for item in globals_["state"].values() if isinstance(item, nn.Module)]
-        names = {id(param): key for module in modules for key, param in module.named_parameters()}
-        for param, kinds in optimizer.state.items():
-            found |= {f"{kind}.{names[id(param)]}": value for kind, value in kinds.items()}
-    elif optimizer.step:  # PyTorch's has nothing before its first
-        [params] = optimizer.params
-        flat = [item.network[0] for item in globals_.values() if getattr(item, "params", None) is params]
-        [network], before = flat or [nn.ParameterList([params])], params.data.clone()
-        for kind, moment in optimizer.state_dict().items():
-            params.data.copy_(moment)  # of which the network's parameters are views
-            for key, param in network.named_parameters():
-                found[f"{kind}.{key}"] = moment if kind == "step" else param.data.clone()
-        params.data.copy_(before)
+    flat = optimizer.params[0] if isinstance(optimizer, nn.Module) else None  # of a twin
+    modules = [item for item in globals_["state"].values() if isinstance(item, nn.Module)]
+    for key, param in (named for module in modules for named in module.named_parameters()):
+        moments = {}
+        if flat is None:
+            moments = optimizer.state.get(param, {})
+        elif optimizer.step and param.untyped_storage()._cdata == flat.untyped_storage()._cdata:
+            # PyTorch's optimizer has nothing before its first step either.
+            view = (param.shape, param.stride(), param.storage_offset())
+            moments = {"step": optimizer.step, "exp_avg": optimizer.exp_avg.as_strided(*view)}
+            moments["exp_avg_sq"] = optimizer.exp_avg_sq.as_strided(*view)
+        found |= {f"{kind}.{key}": moment for kind, moment in moments.items()}
     return found
 
 
@@ -268,6 +234,22 @@ def assert_same_numbers(first: dict, second: dict, rtol: float = 1e-3, atol: flo
         steps, others = ([step for step, _ in result["logged"].get(name, [])] for result in (first, second))
         assert steps == others
     torch.testing.assert_close(numbers(second), numbers(first), rtol=rtol, atol=atol)
+
+
+def assert_episodes_are_counted(result: dict, steps: Iterable[Iterable]) -> None:
+    """Check what a run counts and logs against the envs.Row of each environment, step by step."""
+    global_step, episodes, scores = 0, [], defaultdict(list)
+    for rows in steps:
+        global_step += sum(row.valid for row in rows)
+        for env, row in enumerate(rows):
+            scores[env] += [row.score] if row.valid else []
+            if row.over:
+                over = scores.pop(env)
+                episodes.append((global_step, pytest.approx(sum(over), rel=1e-5), len(over)))
+    assert result["global_step"] == global_step
+    assert result["returns"] == [value for _, value, _ in episodes]
+    logged = [result["logged"].get(f"charts/episodic_{name}", []) for name in ("return", "length")]
+    assert logged == [[(step, value) for step, value, _ in episodes], [(step, n) for step, _, n in episodes]]
 
 
 def begin_anew(result: dict, noise: float) -> None:

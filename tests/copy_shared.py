@@ -31,14 +31,12 @@ def shared(name: str, text: str) -> str:
     text = text.replace(section(text, "Run"), section(source, "Run"))
     if name.endswith("_torchcompile"):
         eager = (LEANRL / f"{name.removesuffix('_torchcompile')}.py").read_text()
-        arguments, networks = section(eager, "Arguments"), section(text, "Networks")
         flags = "".join(re.findall(r"(?m)^    (?:compile|cudagraphs): .*\n", text))
-        place = "log_every" if "    log_every" in arguments else "eval_episodes"
-        line = re.search(rf"(?m)^    {place}.*\n", arguments).group()
-        text = text.replace(section(text, "Arguments"), arguments.replace(line, line + flags))
+        arguments = section(eager, "Arguments").replace("\n    env_id", f"{flags}\n    env_id", 1)
+        text = text.replace(section(text, "Arguments"), arguments)
         text = text.replace(section(text, "Environment"), section(eager, "Environment"))
-        added = networks[networks.index("# [fast") :]
-        text = text.replace(networks, section(eager, "Networks") + added)
+        networks = section(text, "Networks")
+        text = text.replace(networks, section(eager, "Networks") + networks[networks.index("# [fast") :])
     if name.endswith(("_torchcompile", "_seeds")):
         for copied in ["class Adam"] if "atari" in name else ["class Flat", "class Adam"]:
             text = text.replace(definition(text, copied), definition(twin, copied))

@@ -30,6 +30,29 @@ def reward(episode: int, step: int) -> float:
     return 0.1 * step - episode
 
 
+class Row(NamedTuple):
+    """A step of an environment under NEXT_STEP autoreset. One that is not valid only goes on after an end."""
+
+    obs: np.ndarray  # the final one where it is not valid
+    valid: bool = False
+    reward: float = 0.0  # what the learner gets
+    score: float = 0.0  # what counts in the return of the episode
+    terminated: bool = False
+    truncated: bool = False
+    over: bool = False  # the end of an episode
+
+
+def scripted_rows(seed: int, see: Callable = observation, begin: int = 0) -> Iterator[Row]:
+    """Yield, from an episode on, what Scripted-v0 goes through, or one that shows something else of it."""
+    for episode in count(begin):
+        length, terminated, truncated = episode_end(seed, episode)
+        for step in range(length):
+            last, earned = step == length - 1, reward(episode, step)
+            end = (last and terminated, last and truncated, last)
+            yield Row(see(seed, episode, step), True, earned, earned, *end)
+        yield Row(see(seed, episode, length))
+
+
 class Scripted(gym.Env):
     """Goes through its episodes whatever the actions are, which must be valid; keeps actions and seeds."""
 
@@ -44,46 +67,32 @@ class Scripted(gym.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.seeds.append(seed)
-        self.step_index, self.episode = 0, len(self.seeds) - 1
-        return self.see(self.seeds[0], self.episode, 0), {}
+        self.rows = scripted_rows(self.seeds[0], self.see, len(self.seeds) - 1)
+        self.row = next(self.rows)
+        return self.row.obs, {}
 
     def step(self, action):
         assert self.action_space.contains(action), action
+        assert self.row.valid, "a step after the end of an episode"
         if number := self.raises.pop(len(self.actions), None):
             signal.raise_signal(number)
         self.actions.append(np.copy(action))
-        length, terminated, truncated = episode_end(self.seeds[0], self.episode)
-        assert self.step_index < length, "a step after the end of an episode"
-        earned = reward(self.episode, self.step_index)
-        self.step_index += 1
-        obs, last = self.see(self.seeds[0], self.episode, self.step_index), self.step_index == length
-        return obs, earned, last and terminated, last and truncated, {}
+        row, self.row = self.row, next(self.rows)
+        return self.row.obs, row.reward, row.terminated, row.truncated, {}
 
 
-class Row(NamedTuple):
-    """A step of one environment under NEXT_STEP autoreset: an observation, and what comes of acting at it.
+class Bytes(Scripted):
+    """Shows images of bytes, of which no two are alike."""
 
-    Where it is not valid, the step only goes on after an end, and the observation is the final one.
-    """
+    @staticmethod
+    def image(*seen: int) -> np.ndarray:
+        return np.random.default_rng(seen).integers(256, size=(1, 5), dtype=np.uint8)
 
-    obs: np.ndarray
-    valid: bool = False
-    reward: float = 0.0  # what the learner gets
-    score: float = 0.0  # what counts in the return of the episode
-    terminated: bool = False
-    truncated: bool = False
-    over: bool = False  # the end of an episode
+    observation_space, see = Box(0, 255, (1, 5), np.uint8), image
 
 
-def scripted_rows(seed: int, see: Callable = observation) -> Iterator[Row]:
-    """Yield, for ever, what Scripted-v0 goes through, or an environment that shows something else of it."""
-    for episode in count():
-        length, terminated, truncated = episode_end(seed, episode)
-        for step in range(length):
-            last, earned = step == length - 1, reward(episode, step)
-            end = (last and terminated, last and truncated, last)
-            yield Row(see(seed, episode, step), True, earned, earned, *end)
-        yield Row(see(seed, episode, length))
+class Interrupted(Scripted):
+    raises: ClassVar = {10: signal.SIGINT, 20: signal.SIGTERM, 30: signal.SIGINT}
 
 
 # The steps of each life in the games of ScriptedGames, repeated for ever. All from the fourth on are cut.
@@ -113,10 +122,7 @@ def game_rows(seed: int) -> Iterator[Row]:
 
 
 class ScriptedGames(gym.Env):
-    """In place of `envpool.make`: goes through LIVES whatever the actions are, if valid, and keeps those.
-
-    As with EnvPool, a lost life looks like an end, but for info["terminated"].
-    """
+    """In place of `envpool.make`: goes through LIVES whatever the actions are, if valid, and keeps those."""
 
     observation_space, action_space = Box(0, 255, (4, 84, 84), np.uint8), Discrete(3)
 
@@ -136,11 +142,11 @@ class ScriptedGames(gym.Env):
         assert (actions.dtype, actions.shape) == (np.int32, (len(self.seeds),))
         assert all(map(self.action_space.contains, actions)), actions
         self.actions.append(actions.copy())
-        columns = dict(zip(Row._fields, map(np.array, zip(*self.step_ahead, strict=True)), strict=True))
-        game_over = (columns["over"] & ~columns["truncated"]).astype(np.int32)
-        info = {"reward": columns["score"].astype(np.float32), "terminated": game_over}
-        rewards = columns["reward"].astype(np.float32) if self.reward_clip else info["reward"]
-        return self._observe(), rewards, columns["terminated"], columns["truncated"], info
+        _, _, signs, scores, terminated, truncated, over = map(np.array, zip(*self.step_ahead, strict=True))
+        # As with EnvPool, a lost life looks like an end, but for info["terminated"].
+        info = {"reward": scores.astype(np.float32), "terminated": (over & ~truncated).astype(np.int32)}
+        rewards = signs.astype(np.float32) if self.reward_clip else info["reward"]
+        return self._observe(), rewards, terminated, truncated, info
 
 
 class Probe(gym.Env):
@@ -211,46 +217,25 @@ class Careless(gym.Env):
         return self.state, 1.0, False, bool(self.state[1] == 3), {}
 
 
-class Faulty(gym.Env):
-    """The second that is made may have a `fault` in its sixth step: a reward or observation is not finite.
+class Faulty(Careless):
+    """The second that is made may have a `fault` in its sixth step, with which its second episode ends."""
 
-    Episodes have three steps, so the sixth ends the second; "reset" is a fault in what is seen next.
-    """
-
-    observation_space = Box(-np.inf, np.inf, (2,), np.float32)
-    fault = None
-    made = count()
+    fault, made = None, count()
 
     def __init__(self):
-        self.action_space = Box(-1, 1, (1,), np.float32)
-        self.number, self.steps = next(self.made), 0
+        super().__init__()
+        self.number = next(self.made)
 
-    def _or(self, fault: str, value: float, wrong: float = np.nan) -> float:
-        return wrong if (self.number, self.steps, self.fault) == (1, 6, fault) else value
+    def _or(self, fault: str, value, wrong: float = np.nan):  # "reset": in what is seen next
+        return wrong + value if (self.number, len(self.given), self.fault) == (1, 6, fault) else value
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return np.array([0, self._or("reset", 0)], np.float32), {}
+    def reset(self, **kwargs):
+        obs, info = super().reset(**kwargs)
+        return self._or("reset", obs), info
 
     def step(self, action):
-        assert self.action_space.contains(action), action
-        self.steps += 1
-        obs = np.array([self.steps % 3, self._or("observation", 0)], np.float32)
-        return obs, self._or("reward", 1.0, np.inf), False, self.steps % 3 == 0, {}
-
-
-class Bytes(Scripted):
-    """Shows images of bytes, of which no two are alike."""
-
-    @staticmethod
-    def image(*seen: int) -> np.ndarray:
-        return np.random.default_rng(seen).integers(256, size=(1, 5), dtype=np.uint8)
-
-    observation_space, see = Box(0, 255, (1, 5), np.uint8), image
-
-
-class Interrupted(Scripted):
-    raises: ClassVar = {10: signal.SIGINT, 20: signal.SIGTERM, 30: signal.SIGINT}
+        obs, earned, *ends = super().step(action)
+        return self._or("observation", obs), self._or("reward", earned, np.inf), *ends
 
 
 class DictObs(Careless):

@@ -2,11 +2,12 @@
 
 import copy
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
-from conftest import EACH_STEP, TWINS, assert_same_numbers, changed, having, load, play, run, world
+from conftest import EACH_STEP, TWINS, changed, having, load, play
 from torch import nn
 from torch.distributions import Normal
 
@@ -25,17 +26,13 @@ def seeded():
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
-@each_script("class EnsembleLinear")
-def test_ensemble_starts_like_linear_layers(script):
+@each_script("class Critic")
+def test_critic_is_two_stacks_of_layers_that_start_as_linear_ones_do(script):
     layer, linear = script["EnsembleLinear"](2, 400, 300, CPU), nn.Linear(400, 300)
     for params in (*layer.weight, *layer.bias, linear.weight, linear.bias):
         assert 0.9 * 400**-0.5 < params.abs().max() <= 400**-0.5
         assert params.std().item() == pytest.approx((3 * 400) ** -0.5, rel=0.1)
     assert not torch.isclose(*layer.weight).all()
-
-
-@each_script("class Critic")
-def test_critic_is_two_stacks(script):
     critic = script["Critic"](5, 2, CPU)
     obs, actions = torch.randn(9, 5), torch.randn(9, 2)
     for index in range(2):
@@ -112,8 +109,8 @@ def test_running_moments_are_those_of_all_rows(script, dtype):
 
 
 # ---- Flat networks and their optimizer ---------------------------------------------------------------------
-INPUTS = {"Actor": [(7, 5)], "Critic": [(7, 5), (7, 2)], "Agent": [(7, 5)], "QNetwork": [(7, 5)]}
-KINDS = [(name, kind) for name in TWINS for kind in INPUTS if kind in load(name)]
+WIDTHS = {"Actor": [5], "Critic": [5, 2], "Agent": [5], "QNetwork": [5]}  # of inputs
+KINDS = [(name, kind) for name in TWINS for kind in WIDTHS if kind in load(name)]
 
 
 @pytest.mark.parametrize(("name", "kind"), KINDS)
@@ -121,20 +118,17 @@ def test_a_network_and_its_flat_one_have_the_same_memory(name, kind):
     """So a checkpoint has the names of the network, and the flat one computes with what is loaded."""
     script = load(name)
     network = agent_of(script) if kind == "Agent" else script[kind](5, 2, CPU)
-    inputs = [torch.randn(shape) for shape in INPUTS[kind]]
+    inputs = [torch.randn(7, width) for width in WIDTHS[kind]]
     inputs = [torch.randint(256, (7, 84, 84, 4), dtype=torch.uint8)] if "Games" in script else inputs
     plain = copy.deepcopy(network)
     flat, target = script["Flat"](network), script["Flat"](copy.deepcopy(plain).requires_grad_(False))
-    assert [key for key, _ in flat.named_parameters()] == ["params"]
     assert not any(param.requires_grad for param in network.parameters())
     # Compiled code that moves a target would else be a forward pass, with a backward that nobody calls.
     assert flat.params.requires_grad and not target.params.requires_grad
-    torch.testing.assert_close(network.state_dict(), plain.state_dict(), rtol=0, atol=0)
     for param in plain.parameters():
         param.data += 0.1 * torch.randn_like(param)
     network.load_state_dict(plain.state_dict())
     torch.testing.assert_close(flat(*inputs), plain(*inputs))
-    assert len(flat.params) == sum(param.numel() for param in plain.parameters())
     # Each that a vector instruction could load whole begins where one may: at a multiple of 16 numbers.
     even = [shape.numel() % 16 == 0 for shape in flat.shapes.values()]
     assert even == sorted(even, reverse=True) and True in even
@@ -144,26 +138,21 @@ def test_a_network_and_its_flat_one_have_the_same_memory(name, kind):
             assert param.is_contiguous(memory_format=torch.channels_last), key
 
 
-@pytest.mark.parametrize("max_norm", [math.inf, 1.0])
-@pytest.mark.parametrize(("lr", "eps"), [(0.01, 1e-8), (torch.tensor(0.01), 1e-5)])
+@pytest.mark.parametrize(("lr", "eps", "max_norm"), [(0.01, 1e-8, math.inf), (torch.tensor(0.01), 1e-5, 1.0)])
 def test_adam_is_that_of_torch(lr, eps, max_norm):
     """Of one twin, for all have it to the letter."""
     expected = torch.randn(13).requires_grad_()
     params = nn.Parameter(expected.detach().clone())
     optimizer = torch.optim.Adam([expected], lr=0.01, eps=eps)
     adam = load(TWINS[0])["Adam"](params, lr, eps=eps, max_norm=max_norm)
-    given, norms = dict(adam.named_buffers()), []
     for step in range(50):
         # From none and tiny to large: for the first steps' correction, epsilon and clipping to matter.
         expected.grad = torch.randn(13) * (10.0 ** (step % 10 - 8) if step % 7 else 0)
         adam.minimize((params * expected.grad).sum())
-        norms.append(nn.utils.clip_grad_norm_([expected], max_norm).item())
+        nn.utils.clip_grad_norm_([expected], max_norm)
         optimizer.step()
         torch.testing.assert_close(params.detach(), expected.detach(), rtol=1e-4, atol=1e-6)
-    assert min(norms) == 0 and max(norms) > 10
     torch.testing.assert_close(adam.state_dict(), dict(optimizer.state[expected]), rtol=1e-4, atol=1e-8)
-    # In place, for a captured graph knows addresses.
-    assert all(moment is given[key] for key, moment in adam.named_buffers())
 
 
 # ---- Policies in NumPy -------------------------------------------------------------------------------------
@@ -172,47 +161,32 @@ ARGS = {DQN: (*EACH_STEP, "--batch-size", 4, "--learning-starts", 10, "--total-t
 ARGS[PPO] = ("--num-minibatches", 1, "--update-epochs", 1, "--num-steps", 16, "--total-timesteps", 200)
 OWN = """own = type("Own", (nn.Sequential,), {"forward": lambda s, x: 2 * nn.Sequential.forward(s, x)})
         self.actor_mean = own("""
-OTHERS = {
-    "another activation": (DQN, "F.relu(self.fc1(x))", "torch.tanh(self.fc1(x))"),
-    "a layer without bias": (DQN, "nn.Linear(120, 84, ", "nn.Linear(120, 84, bias=False, "),
-    "a buffer": (
-        DQN,
-        "device=device)\n\n",
-        "device=device)\n        self.register_buffer('shift', torch.zeros(()))\n\n",
-    ),
-    "another output": (DQN, "return self.fc3(x)", "return 2 * self.fc3(x)"),
-    "another input": (
-        DQN,
-        "if obs.dtype == torch.uint8 else obs",
-        "if obs.dtype == torch.uint8 else obs.clamp(-1, 1)",
-    ),
-    "PPO, another activation": (PPO, "nn.Tanh(),", "nn.ReLU(),"),
-    "PPO, without bias": (PPO, "self.actor_logstd =", "self.actor_mean[2].bias = None; self.actor_logstd ="),
-    "PPO, a module of one's own": (PPO, "self.actor_mean = nn.Sequential(", OWN),
-}
+BUFFER = "self.fc3 = nn.Linear(84, num_actions, device=device); self.register_buffer('b', torch.zeros(()))"
+# What acts: in a twin, with so many environments, and with a network that is another in a passage.
+POLICIES = [
+    ("numpy", DQN, 64),
+    ("torch", DQN, 65),
+    ("numpy", PPO, 256),
+    ("torch", PPO, 257),
+    ("torch", DQN, 1, "F.relu(self.fc1(x))", "torch.tanh(self.fc1(x))"),
+    ("torch", DQN, 1, "nn.Linear(120, 84, ", "nn.Linear(120, 84, bias=False, "),
+    ("torch", DQN, 1, "self.fc3 = nn.Linear(84, num_actions, device=device)", BUFFER),
+    ("torch", DQN, 1, "if obs.dtype == torch.uint8 else obs", "if False else obs.clamp(-1, 1)"),
+    ("torch", PPO, 1, "nn.Tanh(),", "nn.ReLU(),"),
+    ("torch", PPO, 1, "self.actor_logstd =", "self.actor_mean[2].bias = None; self.actor_logstd ="),
+    ("torch", PPO, 1, "self.actor_mean = nn.Sequential(", OWN),
+]
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_a_network_that_numpy_does_not_know_acts_in_pytorch(other, capfd):
-    (twin, *passages), results = OTHERS[other], []
-    for name in (twin.removesuffix("_torchcompile"), twin):
-        with changed(name, *passages):
-            results.append(play(name, *ARGS[twin]))
-    assert capfd.readouterr().err.count("acting in PyTorch") == 1
-    assert results[1]["policy"] is results[1]["torch_policy"]
-    assert_same_numbers(*results, atol=1e-3)
-
-
-MANY = [(DQN, 64, "numpy"), (DQN, 65, "torch"), (PPO, 256, "numpy"), (PPO, 257, "torch"), (DQN, 1, "bytes")]
-
-
-@pytest.mark.parametrize(("twin", "num_envs", "how"), MANY)
-def test_many_environments_and_bytes_act_in_pytorch(twin, num_envs, how, capfd):
-    args = (*ARGS[twin], "--num-envs", num_envs, "--total-timesteps", 3 * num_envs + 42)
-    args += ("--buffer-size", 1000) if twin == DQN else ("--num-steps", 2)
-    result = run(twin, *world(twin, "Bytes" if how == "bytes" else "Scripted"), *args)
-    assert result["policy"] is result["numpy_policy" if how == "numpy" else "torch_policy"]
-    assert capfd.readouterr().err.count("acting in PyTorch") == (how != "numpy")
+@pytest.mark.parametrize("case", POLICIES, ids=str)
+def test_numpy_acts_in_few_environments_with_networks_that_it_knows(case, capfd):
+    how, twin, num_envs, *passages = case
+    args = ("--buffer-size", 1000) if twin == DQN else ("--num-steps", 2)
+    args = (*ARGS[twin], *args, "--num-envs", num_envs, "--total-timesteps", 3 * num_envs + 42)
+    with changed(twin, *passages) if passages else nullcontext():
+        result = play(twin, *args)
+    assert result["policy"] is result[f"{how}_policy"]
+    assert capfd.readouterr().err.count("acting in PyTorch") == (how == "torch")
 
 
 def test_policies_in_numpy_are_the_networks():

@@ -15,32 +15,35 @@ import conftest
 import mujoco
 import numpy as np
 import pytest
-import torch
 from capture import pretended_cuda
 from conftest import DISCRETE, OFF_POLICY, SCRIPTS, SHORT, TWINS, checkpoints, cli, curves, load, play, run
 from gymnasium.utils.save_video import capped_cubic_video_schedule
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-SAC, TD3, PPO = (f"{name}_continuous_action" for name in ("sac", "td3", "ppo"))
+DQN, ATARI, PPO, SAC, TD3 = SCRIPTS
 every = pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])
+# Integers that may be 0, and numbers that may not be above 1.
+FROM_0 = ("seed", "learning_starts", "env_threads")
+FRACTIONS = ("gamma", "tau", "gae_lambda", "start_e", "end_e", "exploration_fraction")
+# Environments, what is said about them, and by which scripts.
+UNFIT = [
+    ("HalfCheetah-v99", "doesn't exist", (SAC, TD3, PPO, DQN)),
+    ("envs:DictObs-v0", "not Dict(", (SAC, TD3, PPO, DQN)),
+    ("CartPole-v1", "not Box(", (SAC, TD3, PPO)),
+    ("envs:Unbounded-v0", "bounded vectors as actions", (SAC, TD3)),
+    ("Pendulum-v1", "Discrete actions", (DQN,)),
+    ("CartPole-v1", "an Atari game of EnvPool", (ATARI,)),
+    ("NoSuchGame-v5", "not NoSuchGame-v5", (ATARI,)),
+]
+LOSSES = {"dqn": "td_loss q_values", "td3": "qf1_values qf2_values qf1_loss qf2_loss qf_loss actor_loss"}
+LOSSES["sac"] = f"{LOSSES['td3']} alpha alpha_loss"
+LOSSES["ppo"] = "value_loss policy_loss entropy old_approx_kl approx_kl clipfrac explained_variance"
+# One game of Breakout takes some 200 steps.
+GAME = ("--num-envs", "1", "--num-steps", "600", "--total-timesteps", "600", "--update-epochs", "1")
+FILMED = {DQN: SHORT[DQN], TD3: ("--env-id", "InvertedPendulum-v4", *SHORT[TD3]), ATARI: GAME}
+
 
 # ---- Arguments ---------------------------------------------------------------------------------------------
-# What numbers are by name, and values that are refused, each with a word of the message.
-INDEX = "seed learning_starts env_threads"
-COUNT = "checkpoint_every eval_episodes log_every total_timesteps num_envs buffer_size batch_size num_steps "
-COUNT += "policy_frequency target_network_frequency train_frequency num_minibatches update_epochs"
-FRACTION = "gamma tau gae_lambda start_e end_e exploration_fraction"
-NON_NEGATIVE = "learning_rate policy_lr q_lr updates_per_step alpha policy_noise noise_clip target_kl "
-NON_NEGATIVE += "exploration_noise clip_coef ent_coef vf_coef max_grad_norm"
-KINDS = {
-    INDEX: {-1: "greater", 2**63: "less"},
-    COUNT: {0: "greater", 2**63: "less"},
-    FRACTION: {-0.01: "greater", 1.01: "less", math.inf: "less", math.nan: "less"},
-    NON_NEGATIVE: {-0.01: "greater", math.inf: "finite", math.nan: "finite"},
-}
-NUMBERS = {name: values for names, values in KINDS.items() for name in names.split()}
-
-
 def parse(name: str, **values):
     """The arguments of a script with these values, as after a command line that gives them."""
     script = load(name)
@@ -51,50 +54,42 @@ def parse(name: str, **values):
 @every
 def test_every_number_is_checked(name, refusal):
     for field in fields(load(name)["Args"]):
-        assert (field.name in NUMBERS) == ("Annotated" in str(field.type)), field
-        assert (field.name in NUMBERS) or type(field.default) not in (int, float), field
-        for value, word in NUMBERS.get(field.name, {}).items():
+        wrong = ()
+        if "float" in str(field.type):
+            wrong = (-0.01, 1.01 if field.name in FRACTIONS else math.inf, math.nan)
+        elif "int" in str(field.type):
+            wrong = (-1 if field.name in FROM_0 else 0, 2**63)
+        assert wrong or type(field.default) not in (int, float), field
+        for value in wrong:
             line = refusal(name, parse, **{field.name: value})
             assert line.startswith(f"--{field.name.replace('_', '-')}: Input should be ")
-            assert word in line and line.endswith(f", got {value}")
+            assert line.endswith(f", got {value}")
 
 
 @every
 def test_arguments_have_to_fit_together(name, refusal):
+    """What is parsed without a refusal fits."""
     refused = partial(refusal, name, parse)
     assert refused(resume="a", evaluate="b") == "--resume and --evaluate exclude each other"
     if name in OFF_POLICY:
         # There is a gradient step, for which a run of DQN needs as many agent steps as count towards it.
-        first, given = 10 if name in DISCRETE else 1, {"total_timesteps": 1000, "num_envs": 4}
-        assert parse(name, learning_starts=996 - first, **given).learning_starts == 996 - first
-        line = refused(learning_starts=997 - first, **given)
-        assert line.startswith("--learning-starts has to leave some of ")
-        assert parse(name, learning_starts=1000, evaluate="a", **given)
-        sizes = {"batch_size": 64, "num_envs": 8}
-        assert parse(name, buffer_size=64, **sizes).buffer_size == 64
-        for size in ({"buffer_size": 63}, {"buffer_size": 64, "num_envs": 65}):
-            assert refused(**sizes | size).endswith(f"a step of all environments, got {size['buffer_size']}")
+        most, given = 986 if name in DISCRETE else 995, {"total_timesteps": 1000, "num_envs": 4}
+        parse(name, learning_starts=most, **given)
+        parse(name, learning_starts=1000, evaluate="a", **given)
+        told = f"--learning-starts has to leave some of --total-timesteps, got {most + 1}"
+        assert refused(learning_starts=most + 1, **given) == told
+        parse(name, buffer_size=64, batch_size=64, num_envs=8)
+        for sizes in ({"batch_size": 65, "num_envs": 8}, {"batch_size": 64, "num_envs": 65}):
+            assert refused(buffer_size=64, **sizes).startswith("--buffer-size has to hold a batch and a step")
     else:
         rollout = {"num_envs": 4, "num_steps": 25}
-        assert parse(name, num_minibatches=50, total_timesteps=100, **rollout).num_minibatches == 50
-        for number in (3, 100, 200):
-            line = f"--num-minibatches takes a smaller divisor of 100, got {number}"
-            assert refused(num_minibatches=number, **rollout) == line
-        line = "--total-timesteps has to hold a rollout of 100, got 99"
-        assert refused(num_minibatches=5, total_timesteps=99, **rollout) == line
-        assert parse(name, num_minibatches=5, total_timesteps=99, evaluate="a", **rollout)
-
-
-# Environments, what is said about them, and by which scripts.
-UNFIT = [
-    ("HalfCheetah-v99", "doesn't exist", (SAC, TD3, PPO, "dqn")),
-    ("envs:DictObs-v0", "not Dict(", (SAC, TD3, PPO, "dqn")),
-    ("CartPole-v1", "not Box(", (SAC, TD3, PPO)),
-    ("envs:Unbounded-v0", "bounded vectors as actions", (SAC, TD3)),
-    ("Pendulum-v1", "Discrete actions", ("dqn",)),
-    ("CartPole-v1", "an Atari game of EnvPool", ("ppo_atari_envpool",)),
-    ("NoSuchGame-v5", "not NoSuchGame-v5", ("ppo_atari_envpool",)),
-]
+        parse(name, num_minibatches=50, total_timesteps=100, **rollout)
+        parse(name, num_minibatches=5, total_timesteps=99, evaluate="a", **rollout)
+        for number in (3, 100):
+            told = f"--num-minibatches takes a smaller divisor of 100, got {number}"
+            assert refused(num_minibatches=number, **rollout) == told
+        told = "--total-timesteps has to hold a rollout of 100, got 99"
+        assert refused(num_minibatches=5, total_timesteps=99, **rollout) == told
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -105,7 +100,7 @@ def test_an_environment_that_does_not_fit_is_refused(env_id, words, names, refus
         assert line.startswith("--env-id ") and words in line
 
 
-@pytest.mark.parametrize("name", [SAC, TD3, PPO, "dqn"])
+@pytest.mark.parametrize("name", [SAC, TD3, PPO, DQN])
 def test_an_error_in_an_environment_of_the_users_own_shows_its_traceback(name):
     with pytest.raises(RuntimeError, match="one line\n  and another"):
         run(name, "--env-id", "envs:Talkative-v0")
@@ -139,19 +134,15 @@ def test_help_explains_every_argument(name, monkeypatch, capfd):
 
 
 # ---- Summary and logs --------------------------------------------------------------------------------------
-Q_LOSSES = "qf1_values qf2_values qf1_loss qf2_loss qf_loss actor_loss"
-LOSSES = {
-    "sac": f"{Q_LOSSES} alpha alpha_loss",
-    "td3": Q_LOSSES,
-    "dqn": "td_loss q_values",
-    "ppo": "value_loss policy_loss entropy old_approx_kl approx_kl clipfrac explained_variance",
-}
-
-
 @every
 def test_summary_bar_and_logs(name, tmp_path, capfd):
-    done = play(name, *SHORT[name], "--num-envs", "2", "--exp-name", "an_experiment", directory=tmp_path)
+    """Of a run that asks for a CUDA device, and twins for graphs, on a machine that has none."""
+    options = ("--num-envs", "2", "--exp-name", "an_experiment", *(["--cudagraphs"] if name in TWINS else []))
+    with patch("torch.cuda.is_available", lambda: False):
+        done = play(name, *SHORT[name], *options, cuda=True, directory=tmp_path)
     printed = capfd.readouterr()
+    told = "CUDA is not available: running on the CPU\nCUDA graphs need a CUDA device: running without them\n"
+    assert printed.err.startswith(told if name in TWINS else told.partition("\n")[0])
     [line] = printed.out.splitlines()
     summary, args = json.loads(line), asdict(done["args"])
     steps, returns = done["global_step"], done["returns"]
@@ -173,8 +164,6 @@ def test_summary_bar_and_logs(name, tmp_path, capfd):
     scheduled = "epsilon" if name in DISCRETE else "" if name in OFF_POLICY else "learning_rate"
     charts = [f"charts/{tag}" for tag in f"SPS episodic_return episodic_length {scheduled}".split()]
     assert logged.keys() == {*charts, *(f"losses/{tag}" for tag in LOSSES[name[:3]].split())}
-    for tag, points in done["logged"].items():
-        assert logged[tag] == [(step, pytest.approx(value, nan_ok=True)) for step, value in points]
     assert [value for _, value in logged["charts/episodic_return"]] == pytest.approx(returns)
     if name in OFF_POLICY:
         assert [step for step, _ in logged["charts/SPS"]] == [100, 200, 300]
@@ -185,37 +174,25 @@ def test_summary_bar_and_logs(name, tmp_path, capfd):
     assert b"\ngamma|0.99\n" in table.tensor_proto.string_val[0]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_what_needs_a_cuda_device_is_told(capfd):
-    name = "dqn_torchcompile"
-    assert play(name, *SHORT[name], "--cudagraphs", cuda=True)["summary"]["cudagraphs"] is False
-    told = "CUDA is not available: running on the CPU\nCUDA graphs need a CUDA device: running without them\n"
-    assert capfd.readouterr().err.startswith(told)
-
-
-@pytest.mark.parametrize("name", ["../../outside", "/tmp/outside/deeper", "a\\b", ".."])
-def test_a_run_has_a_folder_of_its_own_in_runs(name, tmp_path):
+def test_a_run_has_a_folder_of_its_own_in_runs(tmp_path):
     (directory := tmp_path / "a" / "b").mkdir(parents=True)
     with patch("time.time", return_value=1.7e9):
-        play("dqn", *SHORT["dqn"], "--exp-name", name, directory=directory)
+        play(DQN, *SHORT[DQN], "--exp-name", "/../../o\\ut", directory=directory)
         with pytest.raises(FileExistsError):  # in the same millisecond
-            play("dqn", *SHORT["dqn"], "--exp-name", name, directory=directory)
+            play(DQN, *SHORT[DQN], "--exp-name", "/../../o\\ut", directory=directory)
     *outer, folder = [path for path in tmp_path.rglob("*") if path.is_dir()]
     assert outer == [tmp_path / "a", directory, directory / "runs"]
-    assert re.fullmatch(r"envs_ScriptedChoices-v0__[\w.]+__1__1700000000.000", folder.name)
+    assert folder.name == "envs_ScriptedChoices-v0___.._.._o_ut__1__1700000000.000"
     assert len(list(folder.glob("events.*"))) == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_tracking_works_offline(tmp_path):
-    def track(*args) -> None:
-        options = {"cwd": tmp_path, "env": {"WANDB_MODE": "offline"}}
-        process = cli("dqn", *SHORT["dqn"], "--no-cuda", "--track", *args, **options)
+    options = {"cwd": tmp_path, "env": {"WANDB_MODE": "offline"}}
+    for args in (("--save-model",), ("--total-timesteps", "400", "--resume")):
+        process = cli(DQN, *SHORT[DQN], "--no-cuda", "--track", *args, *checkpoints(tmp_path), **options)
         assert process.returncode == 0, process.stderr
         json.loads(process.stdout.splitlines()[-1])
-
-    track("--save-model")
-    track("--total-timesteps", "400", "--resume", checkpoints(tmp_path)[0])
     # Records are framed, not compressed: names can be read.
     first, second = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert first.name == second.name  # one run
@@ -231,13 +208,12 @@ def videos(directory: Path, folder: str) -> int:
     return len(found)
 
 
-# One game of Breakout takes some 200 steps.
-GAME = ("--num-envs", "1", "--num-steps", "600", "--total-timesteps", "600", "--update-epochs", "1")
-
-
-@pytest.mark.parametrize(("name", "options"), [("dqn", SHORT["dqn"]), ("ppo_atari_envpool", GAME)])
-def test_videos_of_training_and_evaluation(name, options, tmp_path):
-    options = (*options, "--capture-video", "--save-model")
+@pytest.mark.parametrize("name", FILMED)
+def test_videos_of_training_and_evaluation(name, tmp_path, monkeypatch):
+    """MuJoCo's without a display; skipped where OpenGL has no software renderer either."""
+    if name == TD3:
+        monkeypatch.setenv("MUJOCO_GL", conftest.rendering()["MUJOCO_GL"])
+    options = (*FILMED[name], "--capture-video", "--save-model")
     done = run(name, *options, "--eval-episodes", "2", directory=tmp_path)
     episodes = sum(map(capped_cubic_video_schedule, range(len(done["returns"]))))
     assert videos(tmp_path, "videos/from_step_0") in (episodes, episodes + 1)  # the last is not over
@@ -245,15 +221,6 @@ def test_videos_of_training_and_evaluation(name, options, tmp_path):
     step, [path] = done["global_step"], checkpoints(tmp_path)
     run(name, *options, "--total-timesteps", 3 * step, "--resume", path)
     assert videos(tmp_path, f"videos/from_step_{step}")
-
-
-def test_videos_of_mujoco(tmp_path):
-    """On a machine without a display; skipped where OpenGL has no software renderer either."""
-    options = (*SHORT[TD3], "--capture-video", "--eval-episodes", "1", "--no-cuda")
-    process = cli(TD3, "--env-id", "InvertedPendulum-v4", *options, cwd=tmp_path, env=conftest.rendering())
-    assert process.returncode == 0, process.stderr
-    assert videos(tmp_path, "videos/from_step_0")
-    assert videos(tmp_path, "evaluation/videos") == 1
 
 
 @pytest.mark.parametrize("name", [SAC, TD3, PPO])

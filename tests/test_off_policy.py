@@ -3,22 +3,11 @@
 import copy
 from itertools import pairwise
 
+import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    ACTOR_CRITIC,
-    DISCRETE,
-    EACH_STEP,
-    OFF_POLICY,
-    assert_steps_by_hand,
-    begin_anew,
-    changed,
-    gradient_steps,
-    instances,
-    run,
-    world,
-)
+from conftest import ACTOR_CRITIC, DISCRETE, EACH_STEP, OFF_POLICY, changed, instances, run, world
 from envs import Bytes, observation, scripted_rows
 from torch import Tensor
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
@@ -44,13 +33,13 @@ def fresh(name: str, num_envs: int = 1, *args, kind: str = "Scripted") -> dict:
 
 
 # ---- Storage and counts ------------------------------------------------------------------------------------
-def history(result: dict, see=observation):
-    """Yield, step by step, a row, the observation that follows and the action of each environment."""
+def history(result: dict, see=observation) -> list:
+    """All steps of a run: a row, the observation that follows and the action of each environment."""
     of_envs = []
     for env in instances(result):
         pairs = ((row, after.obs) for row, after in pairwise(scripted_rows(env.seeds[0], see)) if row.valid)
         of_envs.append(((*pair, action) for pair, action in zip(pairs, env.actions, strict=False)))
-    return zip(*of_envs, strict=True)
+    return [*zip(*of_envs, strict=True)]
 
 
 def transition(name: str, row, next_obs: np.ndarray, action) -> np.ndarray:
@@ -69,21 +58,10 @@ def transition(name: str, row, next_obs: np.ndarray, action) -> np.ndarray:
 @pytest.mark.parametrize(("name", "kind"), WORLDS)
 def test_transitions_are_stored_and_whole_episodes_counted(name, kind, num_envs, buffer_size):
     result = fresh(name, num_envs, "--buffer-size", buffer_size, kind=kind)
-    expected, running, returns, lengths = [], [[] for _ in range(num_envs)], [], []
-    for step in history(result, Bytes.image if kind == "Bytes" else observation):
-        expected += [transition(name, *of_env) for of_env in step]
-        for rewards, (row, *_) in zip(running, step, strict=True):
-            rewards.append(row.reward)
-            if row.over:
-                returns.append((len(expected), pytest.approx(sum(rewards), rel=1e-5)))
-                lengths.append((len(expected), len(rewards)))
-                rewards.clear()
-    assert len(expected) == result["global_step"] == 42
-    assert len(returns) > 10
-    assert result["logged"]["charts/episodic_return"] == returns
-    assert result["logged"]["charts/episodic_length"] == lengths
-    assert result["returns"] == [value for _, value in returns]
-
+    steps = history(result, Bytes.image if kind == "Bytes" else observation)
+    conftest.assert_episodes_are_counted(result, ([row for row, *_ in step] for step in steps))
+    assert len(result["returns"]) > 10
+    expected = [transition(name, *of_env) for step in steps for of_env in step]
     capacity, buffer = buffer_size // num_envs * num_envs, result["buffer"].numpy()
     rows = np.zeros((capacity, len(expected[0])), expected[0].dtype)
     for index, row in enumerate(expected):
@@ -150,9 +128,9 @@ def test_the_share_of_random_actions_changes_while_it_runs(name, begin, end, fra
 @actor_critic
 def test_number_of_gradient_steps(name, num_envs, updates_per_step, updates, of_the_actor):
     result = fresh(name, num_envs, "--updates-per-step", updates_per_step, "--policy-frequency", 3)
-    assert result["updates"] == gradient_steps(result, "critic_optimizer") == updates
-    # SAC makes up for the steps left out.
-    assert gradient_steps(result, "actor_optimizer") == of_the_actor * (3 if name.startswith("sac") else 1)
+    assert result["updates"] == conftest.gradient_steps(result, "critic_optimizer") == updates
+    times = 3 if name.startswith("sac") else 1  # SAC makes up for the steps left out
+    assert conftest.gradient_steps(result, "actor_optimizer") == of_the_actor * times
 
 
 @pytest.mark.parametrize(("num_envs", "train_frequency", "every"), FREQUENCIES)
@@ -165,7 +143,7 @@ def test_gradient_steps_and_targets_of_dqn_have_their_turns(name, num_envs, trai
         result = fresh(name, num_envs, *options)
     steps = range(train_frequency, (31 if num_envs == 1 else 30) + 1, train_frequency)
     assert result["asked"] == [step // every > (step - train_frequency) // every for step in steps]
-    assert result["updates"] == gradient_steps(result, "optimizer") == len(steps)
+    assert result["updates"] == conftest.gradient_steps(result, "optimizer") == len(steps)
 
 
 # ---- Gradient steps ----------------------------------------------------------------------------------------
@@ -180,7 +158,7 @@ KNOWN = {
 def known(name: str, *options) -> dict:
     """A run on the eve of gradient steps on random rows."""
     result = fresh(name, 1, "--batch-size", BATCH, "--gamma", GAMMA, "--tau", TAU, *KNOWN[name[:3]], *options)
-    begin_anew(result, noise=0.1)
+    conftest.begin_anew(result, noise=0.1)
     buffer = result["buffer"].normal_()
     buffer[:, 2 if name in DISCRETE else 7] = (torch.rand(len(buffer)) < 0.4).float()  # terminated
     if name in DISCRETE:
@@ -202,14 +180,11 @@ class ByHand:
             self.optimizers[key] = torch.optim.Adam(params, lr=rate)
 
     def batch(self, *widths: int) -> tuple[Tensor, ...]:
-        """Draw rows among those in use, and split them."""
         indices = torch.randint(2**62, (BATCH,)) % self.result["size"]
-        return torch.stack([self.result["buffer"][index] for index in indices.tolist()]).split(widths, dim=1)
+        return self.result["buffer"][indices].split(widths, dim=1)
 
     def targets(self, rewards: Tensor, terminated: Tensor, next_values: Tensor) -> Tensor:
-        """What a value should be, for each transition."""
-        rows = zip(*(column.flatten().tolist() for column in (rewards, terminated, next_values)), strict=True)
-        return torch.tensor([earned if end else earned + GAMMA * value for earned, end, value in rows])
+        return rewards[:, 0] + torch.where(terminated[:, 0] == 1, 0, GAMMA * next_values.detach())
 
     def learn(self, optimizer: str, loss: Tensor) -> None:
         self.optimizers[optimizer].zero_grad()
@@ -220,7 +195,10 @@ class ByHand:
         for slow, fast in zip(self.nets[target].parameters(), self.nets[network].parameters(), strict=True):
             slow.data = (1 - TAU) * slow.data + TAU * fast.data
 
-    def critics(self, obs: Tensor, actions: Tensor, targets: Tensor) -> None:
+    def critics(self, obs, actions, rewards, terminated, next_obs, next_actions, bonus=0) -> None:
+        """Learn values of actions; those of the next ones have a bonus."""
+        next_values = torch.minimum(*self.nets["critic_target"](next_obs, next_actions)) + bonus
+        targets = self.targets(rewards, terminated, next_values)
         first, second = self.nets["critic"](obs, actions)
         losses = [((values - targets) ** 2).mean() for values in (first, second)]
         self.learn("critic_optimizer", losses[0] + losses[1])
@@ -235,13 +213,10 @@ class ByHand:
         return u.tanh().float(), policy.log_prob(u.tanh()).sum(1).float()
 
     def sac(self, with_actor: bool, with_target: bool) -> None:
-        obs, actions, rewards, terminated, next_obs = self.batch(OBS_DIM, ACTION_DIM, 1, 1, OBS_DIM)
+        obs, *_, next_obs = batch = self.batch(OBS_DIM, ACTION_DIM, 1, 1, OBS_DIM)
         log_alpha = self.nets["log_alpha"][0]
-        with torch.no_grad():
-            next_actions, log_prob = self.squashed(next_obs)
-            next_values = torch.minimum(*self.nets["critic_target"](next_obs, next_actions))
-            next_values -= log_alpha.exp() * log_prob
-        self.critics(obs, actions, self.targets(rewards, terminated, next_values))
+        next_actions, log_prob = self.squashed(next_obs)
+        self.critics(*batch, next_actions, -log_alpha.exp() * log_prob)
         if with_target:
             self.follow("critic_target", "critic")
         for _ in range(2 if with_actor else 0):
@@ -255,13 +230,11 @@ class ByHand:
                 self.learn("alpha_optimizer", self.losses["alpha_loss"])
 
     def td3(self, with_actor: bool) -> None:
-        obs, actions, rewards, terminated, next_obs = self.batch(OBS_DIM, ACTION_DIM, 1, 1, OBS_DIM)
+        obs, actions, *_, next_obs = batch = self.batch(OBS_DIM, ACTION_DIM, 1, 1, OBS_DIM)
         noise, means = 0.4 * torch.randn_like(actions), self.nets["actor_target"](next_obs)
         smooth = means + torch.where(noise.abs() > 0.5, 0.5 * noise.sign(), noise)
-        next_actions = torch.where(smooth.abs() > 1, smooth.sign(), smooth)
         assert (noise.abs() > 0.5).any() and (smooth.abs() > 1).any()  # both limits are in play
-        next_values = torch.minimum(*self.nets["critic_target"](next_obs, next_actions))
-        self.critics(obs, actions, self.targets(rewards, terminated, next_values))
+        self.critics(*batch, torch.where(smooth.abs() > 1, smooth.sign(), smooth))
         if with_actor:
             self.losses["actor_loss"] = -self.nets["critic"](obs, self.nets["actor"](obs))[0].mean()
             self.learn("actor_optimizer", self.losses["actor_loss"])
@@ -297,4 +270,4 @@ def test_gradient_steps_are_those_of_the_papers(name, options):
         for flags in STEPS[algorithm]:
             update(*flags)
     expected = result | {"state": by_hand.nets | by_hand.optimizers, "losses": by_hand.losses}
-    assert_steps_by_hand(result, expected, ACTOR_RATE)
+    conftest.assert_steps_by_hand(result, expected, ACTOR_RATE)

@@ -2,25 +2,14 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 from unittest.mock import patch
 
+import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    ON_POLICY,
-    assert_steps_by_hand,
-    begin_anew,
-    changed,
-    gradient_steps,
-    having,
-    instances,
-    load,
-    numbers,
-    play,
-)
+from conftest import ON_POLICY, changed, gradient_steps, having, instances, load, numbers, play
 from envs import Row, game_rows, scripted_rows
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Normal
@@ -42,16 +31,15 @@ def fresh(name: str, case: tuple[int, int, int], *args) -> dict:
     return play(name, *(part for size in sizes for part in size), *once, *args)
 
 
-def history(result: dict) -> dict[str, np.ndarray]:
-    """All steps of a run, and the one that the last rollout ended with, by field: (steps, num_envs, ...)."""
+def history(result: dict) -> list[tuple[Row, ...]]:
+    """All steps of a run, and the one that the last rollout ended with: a row for each environment."""
     args, envs, steps, real = result["args"], instances(result), [], 0
     rows = [scripted_rows(env.seeds[0]) for env in envs]
     world = zip(*(rows if "obs_moments" in result else map(game_rows, envs[0].seeds)), strict=True)
     while real + args.num_envs * args.num_steps <= args.total_timesteps:
         steps += islice(world, args.num_steps)
         real = sum(row.valid for step in steps for row in step)
-    steps.append(next(world))
-    return {key: np.array([[getattr(row, key) for row in step] for step in steps]) for key in Row._fields}
+    return [*steps, next(world)]
 
 
 def moments(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -59,31 +47,26 @@ def moments(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows.mean(axis=0), np.sqrt(rows.var(axis=0) + 1e-8)
 
 
-def normalised(result: dict, steps: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """All observations and rewards by the moments of real steps so far or at the end, which are the run's."""
+def normalised(steps: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """All observations and rewards by the moments of real steps so far or at the end."""
     obs, rewards, valid = steps["obs"].reshape(*steps["valid"].shape, -1), steps["reward"], steps["valid"]
     returns, running = np.zeros(rewards.shape), 0  # discounted, since the start of the episode
     for step, earned in enumerate(rewards):
         returns[step] = running = (earned + GAMMA * running) * valid[step]
-    returns = returns[:-1][valid[:-1]][:, None]
-    for of_run, rows in ((result["obs_moments"], obs[valid]), (result["return_moments"], returns)):
-        assert of_run.count == len(rows)
-        np.testing.assert_allclose(of_run.mean, moments(rows)[0], rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(of_run.std(), moments(rows)[1], rtol=1e-9)
+    deviation = moments(returns[:-1][valid[:-1]])[1]
     so_far = [moments(obs[:end][valid[:end]]) for end in range(1, len(obs) + 1)]
     seen = [(row - mean) / std for row, (mean, std) in zip(obs, so_far, strict=True)]
-    return np.clip(seen, -10, 10).astype(np.float32), np.clip(rewards / moments(returns)[1], -10, 10)
+    rewards = np.clip(rewards / deviation, -10, 10)
+    return {"obs": np.clip(seen, -10, 10).astype(np.float32), "reward": rewards}
 
 
-def plain_gae(
-    rewards: np.ndarray, values: np.ndarray, terminated: np.ndarray, valid: np.ndarray
-) -> np.ndarray:
+def plain_gae(steps: dict[str, np.ndarray], values: np.ndarray) -> np.ndarray:
     """Advantages, (T, n), by recursion over the valid rows of an episode; one that is not has none."""
     advantages = np.zeros(values.shape)
-    for step, env in reversed([*np.ndindex(rewards.shape)]):
-        if valid[step, env]:
-            after = 0 if terminated[step, env] else values[step + 1, env]
-            delta = rewards[step, env] + GAMMA * after - values[step, env]
+    for step, env in reversed([*np.ndindex(len(values) - 1, values.shape[1])]):
+        if steps["valid"][step, env]:
+            after = 0 if steps["terminated"][step, env] else values[step + 1, env]
+            delta = steps["reward"][step, env] + GAMMA * after - values[step, env]
             advantages[step, env] = delta + GAMMA * GAE_LAMBDA * advantages[step + 1, env]
     return advantages[:-1]
 
@@ -99,13 +82,22 @@ def evaluate(agent: Callable, obs: Tensor, actions: Tensor) -> tuple[Tensor, Ten
 @pytest.mark.parametrize("case", CASES, ids=str)
 @each_script
 def test_the_batch_is_what_happened_and_dummy_steps_count_nowhere(name, case):
-    result, (num_envs, num_steps, _) = fresh(name, case, "--learning-rate", 0), case
-    steps, window = history(result), slice(-num_steps - 1, None)
-    obs, rewards = steps["obs"], steps["reward"]
-    valid, terminated = steps["valid"][window], steps["terminated"][window]
+    result, (num_envs, num_steps, total) = fresh(name, case, "--learning-rate", 0), case
+    rows = history(result)
+    conftest.assert_episodes_are_counted(result, rows[:-1])
+    assert result["global_step"] <= total
+    if name.startswith("ppo_atari") and case == CASES[-1]:
+        # Whole games, some with lost lives, some cut short, some of a return beyond their clipped rewards.
+        assert {1, 3, 5, 6} <= {length for _, length in result["logged"]["charts/episodic_length"]}
+
+    steps = {key: np.array([[getattr(row, key) for row in step] for step in rows]) for key in Row._fields}
+    normalises = "obs_moments" in result
+    steps |= normalised(steps) if normalises else {"obs": np.moveaxis(steps["obs"], 2, -1)}
+    steps = {key: column[-num_steps - 1 :] for key, column in steps.items()}  # of the last rollout
+    obs, valid = torch.from_numpy(steps["obs"]), steps["valid"]
+    torch.testing.assert_close(torch.as_tensor(result["rollout_obs"]), obs, rtol=1e-4, atol=1e-4)
     actions = torch.as_tensor(result.get("rollout_actions", result["rollout"][:, :, 0]))
-    if "obs_moments" in result:
-        obs, rewards = normalised(result, steps)
+    if normalises:
         obs_of_batch = result["batch"][:, : obs.shape[2]].view(num_steps, num_envs, -1)
         torch.testing.assert_close(obs_of_batch, torch.as_tensor(result["rollout_obs"][:-1]), rtol=0, atol=0)
         for index, env in enumerate(instances(result)):
@@ -114,39 +106,19 @@ def test_the_batch_is_what_happened_and_dummy_steps_count_nowhere(name, case):
             given = env.actions[len(env.actions) - len(sent) :]
             np.testing.assert_array_equal(sent.clip(space.low, space.high), given)
     else:
-        obs = np.moveaxis(obs, 2, -1)
         np.testing.assert_array_equal(actions[:-1], instances(result)[0].actions[-num_steps:])
-    obs, rewards = torch.from_numpy(obs[window]), rewards[window][:-1]
-    torch.testing.assert_close(torch.as_tensor(result["rollout_obs"]), obs, rtol=1e-4, atol=1e-4)
 
     with torch.no_grad():
         both = evaluate(result["agent"], obs.flatten(0, 1), actions.flatten(0, 1))[:2]
     log_prob, values = (part.view(valid.shape).numpy() for part in both)
-    advantages, rows = plain_gae(rewards, values, terminated, valid), valid[:-1]
+    advantages, valid = plain_gae(steps, values), valid[:-1]
     targets = values[:-1] + advantages
-    expected = np.stack([log_prob[:-1], advantages, targets, values[:-1], rows], axis=2)
+    expected = np.stack([log_prob[:-1], advantages, targets, values[:-1], valid], axis=2)
     batch = result["batch"][:, -5:].view(expected.shape).numpy()
-    np.testing.assert_array_equal(batch[:, :, 4], rows)
-    np.testing.assert_allclose(batch[rows], expected[rows], rtol=1e-4, atol=1e-4)
-    explained = 1 - np.var(advantages[rows]) / max(np.var(targets[rows]), 1e-8)
+    np.testing.assert_array_equal(batch[:, :, 4], valid)
+    np.testing.assert_allclose(batch[valid], expected[valid], rtol=1e-4, atol=1e-4)
+    explained = 1 - np.var(advantages[valid]) / max(np.var(targets[valid]), 1e-8)
     np.testing.assert_allclose(result["losses"]["explained_variance"], explained, rtol=1e-3, atol=1e-3)
-
-    real, returns, lengths, running = 0, [], [], [[] for _ in range(num_envs)]
-    for step in range(len(steps["valid"]) - 1):
-        real += np.count_nonzero(steps["valid"][step])
-        for env, scores in enumerate(running):
-            scores += [steps["score"][step, env]] if steps["valid"][step, env] else []
-            if steps["over"][step, env]:
-                returns.append((real, pytest.approx(sum(scores), rel=1e-5)))
-                lengths.append((real, len(scores)))
-                scores.clear()
-    assert result["global_step"] == real <= case[2]
-    assert result["logged"].get("charts/episodic_return", []) == returns
-    assert result["logged"].get("charts/episodic_length", []) == lengths
-    assert result["returns"] == [value for _, value in returns]
-    if name.startswith("ppo_atari") and case == CASES[-1]:
-        # Whole games, some with lost lives, some cut short, some of a return beyond their clipped rewards.
-        assert {1, 3, 5, 6} <= {length for _, length in lengths}
 
 
 @pytest.mark.parametrize("name", having("class RunningMoments"))
@@ -180,7 +152,7 @@ def test_actions_have_the_frequencies_of_the_softmax(name):
 def known(name: str, *args) -> dict:
     """A run on the eve of gradient steps on random rows, some not valid."""
     result = fresh(name, (3, 20, 60), "--ent-coef", 0.2, "--vf-coef", 0.7, "--clip-coef", 0.2, *args)
-    begin_anew(result, noise=0.02)
+    conftest.begin_anew(result, noise=0.02)
     batch = result["batch"].normal_()
     batch[:, -1] = (torch.rand(60) < 0.7).float()
     obs, actions = batch[:, :4], batch[:, 4:6]
@@ -240,7 +212,7 @@ def test_gradient_steps_are_those_of_the_paper(name, options):
         result["update"](indices)
     losses["explained_variance"] = result["losses"]["explained_variance"]
     by_hand = result | {"state": result["state"] | {"agent": agent, "optimizer": optimizer}, "losses": losses}
-    assert_steps_by_hand(result, by_hand, rate)
+    conftest.assert_steps_by_hand(result, by_hand, rate)
 
 
 @each_script
@@ -262,7 +234,7 @@ def test_gradient_steps_are_so_many_at_a_falling_rate(name, options, epochs):
     steps = ("--num-minibatches", 4, "--update-epochs", 3, "--learning-rate", 0.001)
     with patch("torch.randperm", wraps=torch.randperm) as shuffle:
         result = fresh(name, (3, 8, 100), *steps, *options)
-    rollouts = (len(history(result)["valid"]) - 1) // 8
+    rollouts = len(history(result)) // 8
     assert rollouts > 3
     assert result["updates"] == gradient_steps(result, "optimizer") == rollouts * epochs * 4
     assert shuffle.call_count == rollouts * epochs
@@ -276,35 +248,16 @@ def test_gradient_steps_are_so_many_at_a_falling_rate(name, options, epochs):
 
 
 # ---- Breakout ----------------------------------------------------------------------------------------------
-def test_episodes_of_breakout_are_whole_unclipped_games():
+def test_breakout_has_steps_and_ends_as_the_scripted_games():
     script, draw = load("ppo_atari_envpool"), np.random.default_rng(0).integers
     games = script["make_envs"](script["Args"](env_id="Breakout-v5", num_envs=8), 0)
     games.reset()
-    whole, lost, scores, lengths, ended = 0, 0, np.zeros(8), np.zeros(8, int), np.zeros(8, bool)
+    whole, lost, ended = 0, 0, np.zeros(8, bool)
     for _ in range(400):
         _, rewards, terminated, truncated, info = games.step(draw(4, size=8).astype(np.int32))
-        assert not rewards[ended].any() and not info["reward"][ended].any()  # a step that only goes on
+        assert not info["reward"][ended].any()  # a step that only goes on
         assert np.array_equal(rewards, np.sign(info["reward"]))
-        scores, lengths = scores + info["reward"], lengths + ~ended
-        over, ended = (info["terminated"] > 0) | truncated, terminated | truncated
-        assert np.array_equal(info["_episode"], over) and np.all(ended[over])
+        over, ended = info["_episode"], terminated | truncated
+        assert np.all(ended[over])
         whole, lost = whole + np.count_nonzero(over), lost + np.count_nonzero(ended & ~over)
-        if over.any():
-            assert np.array_equal(info["episode"]["r"][over], scores[over])
-            assert np.array_equal(info["episode"]["l"][over], lengths[over])
-        scores[over], lengths[over] = 0, 0
     assert lost > whole > 5
-
-
-def test_a_game_is_evaluated_to_its_end_by_a_policy_that_never_serves():
-    script, actions = load("ppo_atari_envpool"), []
-    args = script["Args"](env_id="Breakout-v5", seed=11, eval_episodes=2)
-
-    def idle(obs: np.ndarray) -> np.ndarray:
-        actions.append(np.zeros(1, np.int32))
-        return actions[-1]
-
-    env = script["make_envs"](replace(args, num_envs=1), 0, learning=False)
-    assert len(script["evaluate"](args, env, idle, [])) == 2
-    # Without a ball nothing happens until the limit of 27,000 steps; each of five lives takes some 25.
-    assert 2 * 5 * 10 < len(actions) < 2 * 5 * 100

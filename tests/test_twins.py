@@ -27,9 +27,6 @@ SIBLINGS |= {name: name.replace("_seeds", "_torchcompile") for name in SEEDS}
 # The most lines of an eager script; a twin may have 90 more, DQN's ten more for its policy in NumPy, and its
 # sibling for many seeds 116 more.
 CEILINGS = {"sac": 480, "td3": 460, "dqn": 440, "ppo_continuous": 540, "ppo_atari": 510}
-# Modules of the standard library that an operating system lacks.
-NOT_EVERYWHERE = {*"_winapi crypt curses fcntl grp msvcrt nis posix pty pwd readline resource spwd".split()}
-NOT_EVERYWHERE |= {*"syslog termios tty winreg winsound".split()}
 every = pytest.mark.parametrize("name", sorted([*SCRIPTS, *TWINS, *SEEDS]))
 
 
@@ -54,11 +51,6 @@ def test_definitions_of_eager_scripts_are_identical_to_the_letter(title):
     names = [name for name in SCRIPTS if "env" not in title or name.startswith(("sac", "td3"))]
     found = [copy_shared.definition(text(name), title) for name in names if f"{title}(" in text(name)]
     assert len(found) >= 2 and len({*found}) == 1
-
-
-def test_flat_networks_of_atari_differ_by_convolutions():
-    pair = [copy_shared.definition(text(twin), "class Flat") for twin in (TWINS[0], TWINS[1])]
-    assert hunks(*pair) and all(re.search("as_shape|movedim", lines) for _, lines in hunks(*pair))
 
 
 @pytest.mark.parametrize("name", SIBLINGS)
@@ -86,33 +78,26 @@ def test_a_script_is_read_in_one_sitting_and_its_loop_on_one_screen(name):
 
 
 @every
-def test_imports_exist_on_every_operating_system(name):
-    imported = set(re.findall(r"(?m)^ *(?:import|from) (\w+)", text(name)))  # also within functions
-    assert {"signal", "torch"} <= imported
-    assert imported.isdisjoint(NOT_EVERYWHERE)
+def test_imports_exist_on_every_operating_system_and_metadata_equal_the_requirements(name):
+    imported = re.findall(r"(?m)^ *(?:import|from) (\w+)", text(name))  # also within functions
+    assert "signal" in imported and not {"fcntl", "msvcrt", "pty", "pwd", "resource", "termios"} & {*imported}
 
-
-@every
-def test_inline_metadata_equals_the_requirements(name):
     def by_name(lines: list[str]) -> dict[str, Requirement]:
         return {Requirement(line).name: Requirement(line) for line in lines if line and line[0] != "#"}
 
     block = re.match(r"# /// script\n(.*?)# ///\n", text(name), flags=re.DOTALL)[1]
-    inline = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))
+    allowed = by_name(tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))["dependencies"])
     world = "atari" if "atari" in name else "classic_control" if "dqn" in name else "mujoco"
     files = [ROOT / "requirements" / f"{file}.txt" for file in ("requirements", world)]
     # gymnasium with an extra takes the place of gymnasium.
     required = by_name([line for file in files for line in file.read_text().splitlines()])
     if name in SCRIPTS:
         del required["tensordict"]
-    allowed = by_name(inline["dependencies"])
-    assert allowed.keys() == required.keys()
-    for package, requirement in required.items():
-        if package in ("torch", "envpool"):  # more versions run than the one that the tables are made with
-            lowest = next(bound.version for bound in requirement.specifier if bound.operator in (">=", "=="))
-            assert lowest in allowed[package].specifier
-        else:
-            assert allowed[package] == requirement
+    for package in {"torch", "envpool"} & required.keys():  # more versions run than the tables are made with
+        lowest = next(bound.version for bound in required[package].specifier if "=" in bound.operator)
+        assert lowest in allowed[package].specifier
+        required[package] = allowed[package]
+    assert allowed == required
 
 
 # ---- Numbers -----------------------------------------------------------------------------------------------
@@ -122,69 +107,51 @@ REACHER, TWENTY = ("--env-id", "Reacher-v4"), ("--learning-starts", 64, "--total
 EPOCHS = ("--num-minibatches", 2, "--update-epochs", 2, "--num-steps")
 PPO = ("ppo_continuous_action", *REACHER, *EPOCHS, 64, "--num-envs", 4, "--total-timesteps", 512)
 DQN = ("dqn", *EACH_STEP, *TWENTY)
-# How many graphs there are, and the run. Off-policy: the policy and the two halves of a gradient step, of
-# which the second of DQN is one operation. PPO: preparation and gradient step. The policies of DQN and PPO
-# only where they are not NumPy's.
 OFTEN = ("--no-autotune", "--policy-frequency", 3, "--target-network-frequency", 2)
 CASES = {
-    "sac-4": (3, "sac_continuous_action", *REACHER, *TWENTY, "--num-envs", 4),
-    "sac-often": (4, "sac_continuous_action", *REACHER, *TWENTY, *OFTEN),  # two kinds of steps of the critics
-    "td3": (3, "td3_continuous_action", *REACHER, *TWENTY),
-    "dqn-double-4": (1, *DQN, "--env-id", "CartPole-v1", "--double", "--num-envs", 4),
-    "dqn-bytes": (2, *DQN, "--env-id", "envs:BytesChoices-v0"),
-    "ppo-4": (2, *PPO),
-    "ppo-relu-4": (3, *PPO),
-    "atari": (3, "ppo_atari_envpool", *EPOCHS, 16, "--num-envs", 2, "--total-timesteps", 64),
+    "sac-4": ("sac_continuous_action", *REACHER, *TWENTY, "--num-envs", 4),
+    "sac-often": ("sac_continuous_action", *REACHER, *TWENTY, *OFTEN),  # two kinds of steps of the critics
+    "td3": ("td3_continuous_action", *REACHER, *TWENTY),
+    "dqn-double-4": (*DQN, "--env-id", "CartPole-v1", "--double", "--num-envs", 4),
+    "dqn-bytes": (*DQN, "--env-id", "envs:BytesChoices-v0"),
+    "ppo-4": PPO,
+    "ppo-relu-4": PPO,
+    "atari": ("ppo_atari_envpool", *EPOCHS, 16, "--num-envs", 2, "--total-timesteps", 64),
 }
 
 
-def train(case: str, twin: bool = False, *flags) -> dict:
-    """Train in a case."""
-    _, name, *args = CASES[case]
-    name += "_torchcompile" if twin else ""
-    with changed(name, "nn.Tanh(),", "nn.ReLU(),") if "relu" in case else nullcontext():
-        return (play if case == "atari" else run)(name, *args, *flags)
+def train(case: str, twin: str = "", *flags) -> dict:
+    """Train in a case; with ReLU the policy of PPO is not NumPy's."""
+    name, *args = CASES[case]
+    with changed(name + twin, "nn.Tanh(),", "nn.ReLU(),") if "relu" in case else nullcontext():
+        return (play if case == "atari" else run)(name + twin, *args, *flags)
 
 
 def train_compiled(case: str) -> dict:
     """Train the compiled twin; nothing may be compiled once training has begun."""
-    owner, (graphs, *_) = ScriptedGames if case == "atari" else SyncVectorEnv, CASES[case]
-    reset, compiled = owner.reset, []
+    owner, compiled = ScriptedGames if case == "atari" else SyncVectorEnv, []
+    reset = owner.reset
 
     def reset_and_note(*args, **options):
         compiled.append(counters["stats"]["unique_graphs"])
-        torch._dynamo.config.error_on_recompile = True
         return reset(*args, **options)
 
     torch._dynamo.reset()
     counters.clear()
     # Compiled code draws its own random numbers unless told to draw those of eager code.
-    with (
-        torch._inductor.config.patch(fallback_random=True),
-        torch._dynamo.config.patch(error_on_recompile=False),
-        patch.object(owner, "reset", reset_and_note),
-    ):
-        result = train(case, True, "--compile")
-    assert compiled == [graphs] == [counters["stats"]["unique_graphs"]]
+    eager_draws = torch._inductor.config.patch(fallback_random=True)
+    with eager_draws, patch.object(owner, "reset", reset_and_note):
+        result = train(case, "_torchcompile", "--compile")
+    assert compiled == [counters["stats"]["unique_graphs"]] != [0]
     # A graph that autograd would have to go back through is not kept by the cache before it has.
     kept = counters["aot_autograd"]["autograd_cache_saved"] + counters["aot_autograd"]["autograd_cache_hit"]
-    assert kept == graphs
+    assert [kept] == compiled
     return result
-
-
-def assert_keeps_no_history(result: dict) -> None:
-    """No tensor holds more than what it was computed from: else memory would grow without end."""
-    modules = [value for value in result.values() if isinstance(value, nn.Module)]
-    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    tensors += [leaf for leaf in tree_leaves([*result.values()]) if isinstance(leaf, Tensor)]
-    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn]
-    before = {earlier.name() for node in nodes for earlier, _ in node.next_functions if earlier}
-    assert before <= {"torch::autograd::AccumulateGrad"}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_eager_twin_and_compiled_twin_compute_the_same(case):
-    results = [train(case), train(case, True), train_compiled(case)]
+    results = [train(case), train(case, "_torchcompile"), train_compiled(case)]
     on_policy = "rollout_valid" in results[0]
     assert results[0]["updates"] == (8 if on_policy else 20)
     assert not on_policy or not results[0]["rollout_valid"][:-1].all()
@@ -192,4 +159,9 @@ def test_eager_twin_and_compiled_twin_compute_the_same(case):
         # Adam's first steps divide by gradients near zero, where rounding decides: a parameter may differ by
         # one step of the learning rate, of 20 or 8.
         assert_same_numbers(results[0], result, atol=3e-4 if on_policy else 1e-3)
-        assert_keeps_no_history(result)
+        # No tensor holds more than what it was computed from: else memory would grow without end.
+        modules = [value for value in result.values() if isinstance(value, nn.Module)]
+        leaves = tree_leaves([*result.values(), [module.state_dict(keep_vars=True) for module in modules]])
+        nodes = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn]
+        before = {earlier.name() for node in nodes for earlier, _ in node.next_functions if earlier}
+        assert before <= {"torch::autograd::AccumulateGrad"}

@@ -1,26 +1,21 @@
 """What goes between the host and a CUDA device, counted without one: the device's tensors are on "meta".
 
-On "meta" nothing is computed, so what comes back to the host is zeros, or a one where a number is asked for.
-But where each tensor is, is known, and so is each copy and each wait: more than a GPU tells, which waits
-without a word. What the host sends without waiting has to stay as it is until the next wait, for the device
-may read it at any time until then.
-
-Not as on a GPU: an operation that one of its own kernels would make wait is not known here, unless PyTorch
-has tagged it.
+On "meta" nothing is computed: what comes back to the host is zeros, or a one where a number is asked for. But
+where each tensor is, is known, and so is each copy and each wait, unless one of an operation's own kernels
+waits and PyTorch has not tagged it. What the host sends without waiting has to stay as it is until the next
+wait, for the device may read it at any time until then.
 """
 
-import linecache
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
-from types import FrameType
+from traceback import walk_stack
 from unittest.mock import Mock, patch
 
 import torch
-from capture import pretended_cuda, waits
+from capture import pretended_cuda
 from envs import ScriptedGames
 from gymnasium.vector import SyncVectorEnv
 from torch import Tensor
@@ -38,12 +33,12 @@ class TrafficError(Exception):
     """What a GPU refuses, or what must not happen in what is to be captured."""
 
 
-def script_frames() -> Iterator[FrameType]:
-    """The frames that run code of a script, innermost first."""
-    frame = sys._getframe(1)
-    while frame := frame.f_back:
-        if frame.f_globals.get("__name__") == "__main__" and "device" in frame.f_globals:
-            yield frame
+def waits(function: torch._ops.OpOverload, args: tuple) -> bool:
+    """Whether the host has to wait for the device in a call: for a number, or how large the result is."""
+    if function.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
+        # The result has as many rows as a mask says. Indices of other types leave nothing to ask.
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*function.tags})
 
 
 class Traffic(TorchDispatchMode):
@@ -52,32 +47,24 @@ class Traffic(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.counts: Counter[str] = Counter()
-        self.steps: list[Counter[str]] = []  # what was counted by each step of the environments
+        self.steps: list[Counter[str]] = []  # what was counted until each step of the environments
         # What the host has sent without waiting, and its content then.
         self.under_way: list[tuple[Tensor, Tensor]] = []
         self.arriving: list[Tensor] = []  # what the host has fetched without waiting: NaN before it has
-
-    def between_steps(self) -> list[Counter[str]]:
-        """What was counted from each step of the environments to the next one."""
-        pairs = pairwise(self.steps)
-        return [Counter({key: after[key] - before[key] for key in after}) for before, after in pairs]
 
     def note(self, *events: str) -> None:
         """Count copies and waits, and refuse them where there must not be any."""
         self.counts.update(events)
         if "wait" in events:
             if not all(torch.equal(source, sent) for source, sent in self.under_way):
-                self.fail("memory of the host changed with a copy of it under way until here")
+                raise TrafficError("memory of the host changed with a copy of it under way until here")
             self.under_way.clear()
             while self.arriving:
                 self.arriving.pop().zero_()
-        if found := CAPTURED & {frame.f_code.co_name for frame in script_frames()}:
-            self.fail(f"{' and '.join(events)} in {found.pop()}")
-
-    def fail(self, what: str) -> None:
-        """Say what happened, and in which line of the script."""
-        code, line = next((frame.f_code.co_filename, frame.f_lineno) for frame in script_frames())
-        raise TrafficError(f"{what}, line {line}: {linecache.getline(code, line).strip()}")
+        frames = [frame for frame, _ in walk_stack(sys._getframe())]
+        names = {frame.f_code.co_name for frame in frames if frame.f_globals.get("__name__") == "__main__"}
+        if found := CAPTURED & names:
+            raise TrafficError(f"{' and '.join(events)} in {found.pop()}")
 
     def __torch_dispatch__(self, function: torch._ops.OpOverload, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -106,7 +93,7 @@ class Traffic(TorchDispatchMode):
             self.note("wait")
         if on_host and "device" not in kwargs:  # with which it makes a tensor like another one
             if any(tensor.dim() for tensor in on_host):
-                self.fail(f"{function} on tensors of the host and of the device")
+                raise TrafficError(f"{function} on tensors of the host and of the device")
             self.note("number of the host")
         aliases = [result.alias_info for result in function._schema.returns]
         view = aliases and all(alias and not alias.is_write for alias in aliases)
