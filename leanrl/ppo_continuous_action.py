@@ -3,6 +3,7 @@
 # dependencies = [
 #     "torch>=2.11,<2.16", "gymnasium[mujoco]>=1.4,<1.5", "mujoco>=3.6,<4", "numpy>=2,<3", "tyro>=1,<2",
 #     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.15",
+#     "envpool>=1.2.5,<2",
 # ]
 # ///
 """Proximal Policy Optimization (PPO) for continuous actions: the eager script.
@@ -25,6 +26,7 @@ START_TIME = time.perf_counter()  # the imports below are part of the start-up
 
 import json
 import math
+import os
 import re
 import signal
 import sys
@@ -42,7 +44,7 @@ import numpy as np
 import torch
 import tyro
 from filelock import FileLock, Timeout
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter
@@ -75,6 +77,8 @@ class Args:
     total_timesteps: Count = 1_000_000  # agent steps in all; a rollout beyond them is left out
     learning_rate: NonNegative = 3e-4  # the learning rate at the start
     num_envs: Count = 1  # the number of parallel environments
+    env_backend: Literal["gymnasium", "envpool"] = "gymnasium"  # what steps the environments
+    env_threads: Index = 0  # the number of EnvPool's threads; 0: one for each core
     num_steps: Count = 2048  # the steps of each environment in a rollout
     anneal_lr: bool = True  # let the learning rate fall linearly to zero
     gamma: Fraction = 0.99  # the discount factor
@@ -231,7 +235,7 @@ def make_env(args: Args, videos: Path | None = None) -> gym.Env:
             renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
         env = gym.wrappers.RecordVideo(env, str(videos), disable_logger=True)
     env = env if len(obs.shape) == 1 else gym.wrappers.FlattenObservation(env)  # 2 of the 87 us of a step
-    return gym.wrappers.RecordEpisodeStatistics(gym.wrappers.ClipAction(env))
+    return gym.wrappers.ClipAction(env)
 
 
 class Envs(SyncVectorEnv):
@@ -239,6 +243,32 @@ class Envs(SyncVectorEnv):
 
     def _add_info(self, vector_infos: dict, env_info: dict, env_num: int) -> dict:
         return vector_infos
+
+
+def make_envs(args: Args, seeds: list[int], videos: Path | None) -> VectorEnv:
+    """Build all environments; the step after the end of an episode only resets (NEXT_STEP autoreset).
+
+    EnvPool steps them on all cores. It takes the seeds here, not at the reset, and no wrapper of `make_env`.
+    """
+    if args.env_backend == "gymnasium":
+        env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(args.num_envs)]
+        return Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
+    try:
+        import envpool
+    except ImportError:
+        refuse("--env-backend envpool needs the package envpool")
+    make_env(args).close()  # refuses what cannot be evaluated
+    if args.env_id not in envpool.list_all_envs():
+        both = sorted(set(envpool.list_all_envs()) & set(gym.registry))
+        known = [name for name in both if isinstance(envpool.make_spec(name).action_space, gym.spaces.Box)]
+        refuse(f"--env-id with --env-backend envpool takes one of {' '.join(known)}, not {args.env_id}")
+    if videos:
+        print("--capture-video: EnvPool films nothing, only evaluation is filmed", file=sys.stderr)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    options = {"num_envs": args.num_envs, "num_threads": min(args.env_threads or cores, args.num_envs)}
+    seeds = [seed >> 1 for seed in seeds]  # of 31 bits
+    warnings.filterwarnings("ignore", message=".*seeds are fixed.*")
+    return gym.wrappers.ClipAction(envpool.make(args.env_id, "gymnasium", seed=seeds, **options))
 
 
 class RunningMoments:
@@ -324,9 +354,10 @@ if __name__ == "__main__":
     folder, lock = open_folder(args, checkpoint)
 
     videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
-    env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(args.num_envs)]
-    envs = Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
-    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
+    sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
+    *env_seeds, seed = sequence.generate_state(args.num_envs + 1).tolist()
+    envs = make_envs(args, env_seeds, videos)
+    obs_dim, action_dim = envs.observation_space.shape[-1], envs.action_space.shape[-1]
 
     batch_size = args.num_envs * args.num_steps
     agent = Agent(obs_dim, action_dim, device)
@@ -439,14 +470,13 @@ if __name__ == "__main__":
         used = ("agent", "obs_moments") if args.evaluate else state
         load_states({name: state[name] for name in used}, checkpoint)
 
-    sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
-    *env_seeds, seed = sequence.generate_state(args.num_envs + 1).tolist()
     torch.manual_seed(seed)
     next_obs, _ = envs.reset(seed=env_seeds)
     if not args.resume and not args.evaluate:
         obs_moments.update(next_obs)
     rollout_obs[-1], rollout_valid[-1] = obs_moments.standardise(next_obs), 1  # a rollout begins with it
     valid, discounted_return = np.ones(args.num_envs, dtype=bool), np.zeros(args.num_envs)
+    episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
 
     last = bool(args.evaluate) or global_step + batch_size > args.total_timesteps
     writer = open_logs(args, folder, global_step)
@@ -467,12 +497,13 @@ if __name__ == "__main__":
                 rollout_actions[step], rollout_rewards[step] = actions, rewards
                 rollout_terminated[step] = terminated
                 global_step += int(np.count_nonzero(valid))
+                episode_return += rewards
+                episode_length += valid
                 for index in np.flatnonzero(terminated | truncated):
-                    returns.append(float(envs.envs[index].return_queue[-1]))
+                    returns.append(episode_return[index].item())
                     writer.add_scalar("charts/episodic_return", returns[-1], global_step)
-                    writer.add_scalar(
-                        "charts/episodic_length", envs.envs[index].length_queue[-1], global_step
-                    )
+                    writer.add_scalar("charts/episodic_length", episode_length[index], global_step)
+                    episode_return[index] = episode_length[index] = 0
                 rollout_returns[step] = discounted_return = rewards + args.gamma * discounted_return * valid
                 rollout_valid[step + 1] = valid = ~(terminated | truncated)  # else the next step only resets
                 obs_moments.update(next_obs[valid])
@@ -508,6 +539,7 @@ if __name__ == "__main__":
     eval_returns = []
     if args.evaluate or (args.eval_episodes and not stopping):
         env = make_env(args, folder / "evaluation" / "videos" if args.capture_video else None)
+        env = gym.wrappers.RecordEpisodeStatistics(env)
         eval_returns = evaluate(args, env, best_action, stopping)
     if args.track:
         sys.modules["wandb"].finish()  # whose last words come before the summary

@@ -2,6 +2,7 @@
 
     ./run.sh python -m benchmark.report.learning sweeps/NAME ...      takes their runs into learning.jsonl
     ./run.sh python -m benchmark.report.learning --variant V ...      into ablation.jsonl, as a variant's
+    ./run.sh python -m benchmark.report.learning --variant V --file many_envs ...      or into another one
 
 Runs that have not ended are taken as far as they are, from their logs; started again, their sweep goes on
 with them. A line replaces an earlier one of the same run that was not further. ./run.sh report makes
@@ -40,6 +41,7 @@ HEADLINE = {  # what the README shows of each algorithm
     "sac_continuous_action": "HalfCheetah-v4",
     "td3_continuous_action": "HalfCheetah-v4",
     "ppo_continuous_action": "HalfCheetah-v4",
+    "ppo": "CartPole-v1",
     "ppo_atari_envpool": "Pong-v5",
     "dqn": "CartPole-v1",
 }
@@ -351,7 +353,7 @@ def attempt(about: Path) -> int:
     return int(about.parts[-3])
 
 
-def take_over(folders: list[Path], variant: str | None = None) -> None:
+def take_over(folders: list[Path], variant: str | None = None, name: str = "ablation") -> None:
     """Put the runs of sweeps among the published ones, unless those are further.
 
     Raises ResultsError where a file is wrong.
@@ -359,7 +361,7 @@ def take_over(folders: list[Path], variant: str | None = None) -> None:
     Of a seed that has been run for as many steps more than once it is the run that is further. Only runs of
     the compiled twin are taken, as a variant any of one agent: those of several agents have no curves.
     """
-    name = "ablation" if variant else "learning"
+    name = name if variant else "learning"
     files = {
         RESULTS / f"{name}.jsonl": results.check_run,
         RESULTS / f"{name}.curves.jsonl": results.check_curve,
@@ -405,11 +407,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folders", nargs="+", type=Path, help="folders of sweeps")
     parser.add_argument(
-        "--variant", help="the runs are of a changed copy: take them over into ablation.jsonl, by this name"
+        "--variant", help="the runs are of a changed copy, or of other arguments, which have this name"
     )
+    parser.add_argument("--file", default="ablation", help="the file of results/ for a variant's runs")
     args = parser.parse_args()
     try:
-        take_over(args.folders, args.variant)
+        take_over(args.folders, args.variant, args.file)
     except (results.ResultsError, OSError, ValueError) as error:
         refuse(str(error))
 

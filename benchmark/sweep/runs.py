@@ -65,6 +65,16 @@ TASKS = {
         learning_env_ids=(*MUJOCO, "Ant-v4", "InvertedPendulum-v4", "Reacher-v4", "Humanoid-v4"),
         learning_seeds=tuple(range(1, 11)),
     ),
+    "ppo": Task(
+        quick=100 * 512,
+        speed=200 * 512,
+        full=500_000,
+        learning=500_000,
+        learning_env_ids=("CartPole-v1", "Acrobot-v1", "MountainCar-v0"),
+        learning_seeds=tuple(range(1, 11)),
+        env_id="CartPole-v1",
+        env_option="discrete_env_ids",
+    ),
     "ppo_atari_envpool": Task(
         quick=8 * 1024,
         speed=12 * 1024,
@@ -129,11 +139,13 @@ class Args:
     atari_env_ids: tuple[str, ...] | None = None
     """environments of the Atari script; Breakout-v5, in the profile learning Pong-v5, too"""
     discrete_env_ids: tuple[str, ...] | None = None
-    """environments of the script for discrete actions; CartPole-v1, in the profile learning more"""
+    """environments of PPO and DQN for discrete actions; CartPole-v1, in the profile learning more"""
     total_timesteps: int | None = None
     """agent steps of a run, each script's own number by default"""
     checkpoint_every: int | None = None
     """agent steps between two checkpoints, from which a run goes on; in full and learning 50000"""
+    options: dict[str, str] = field(default_factory=dict)
+    """further arguments of the scripts, such as: num-envs 64 env-backend envpool; a flag has the value "" """
     peers: Path | None = None
     """the interpreter of an environment with requirements/peers.txt (./run.sh peers gives it)"""
     folder: Path | None = None
@@ -176,18 +188,21 @@ class Run:
     steps: int
     learning_starts: int | None
     checkpoint_every: int | None = None
+    options: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
-        parts = (self.algorithm, self.mode, self.env_id.replace("/", "_"), self.steps, f"seed{self.seed}")
-        return "-".join(map(str, parts))
+        parts = [self.algorithm, self.mode, self.env_id, self.steps]
+        parts += ["=".join(option) for option in self.options]
+        return "-".join(map(str, [*parts, f"seed{self.seed}"])).replace("/", "_")
 
     def command(self, peers: Path | None) -> list[str]:
         """The command that does it, of a library with the interpreter `peers`."""
         values = {"env-id": self.env_id, "seed": self.seed, "total-timesteps": self.steps}
         values |= {} if self.learning_starts is None else {"learning-starts": self.learning_starts}
         values |= {} if self.checkpoint_every is None else {"checkpoint-every": self.checkpoint_every}
-        options = [f"--{name}={value}" for name, value in values.items()]
+        values |= dict(self.options)
+        options = [f"--{name}={value}".removesuffix("=") for name, value in values.items()]
         if self.mode in PEERS:
             library = [] if self.mode == "cleanrl" else [self.mode]
             program = ROOT / "benchmark" / "peers" / f"{'cleanrl' if not library else 'sb3_sbx'}.py"
@@ -242,6 +257,8 @@ def obstacle(mode: str, script: str, args: Args, gpus: list[str]) -> str | None:
     """Why a mode of a script cannot be run here; None if it can, or where the library does not do it."""
     if mode in SEEDS and not script_of(script, mode).exists():
         return f"needs leanrl/{script_of(script, mode).name}, which there is not"
+    if mode in PEERS and args.options:
+        return "has other arguments than --options"
     if mode in CUDA_MODES and not gpus:
         slurm = args.cluster == "slurm"
         return f"needs CUDA{': --gpus-per-job asks for GPUs' if slurm else ', and there is no device'}"
@@ -280,7 +297,8 @@ def select(args: Args, gpus: list[str]) -> list[Run]:
                     # Libraries and many agents cannot go on from what a sweep finds.
                     every = args.checkpoint_every or profile.checkpoint_every
                     every = None if mode in (*PEERS, *SEEDS) else every
-                    run = Run(script, mode, env_id, seed, steps, learning_starts, every)
+                    options = tuple(args.options.items())
+                    run = Run(script, mode, env_id, seed, steps, learning_starts, every, options)
                     rounds.setdefault(seed, []).append(run)
     for line in sorted(skipped):
         print(line, file=sys.stderr)
