@@ -45,6 +45,7 @@ import torch
 import tyro
 from filelock import FileLock, Timeout
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.wrappers import RecordEpisodeStatistics
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter
@@ -71,7 +72,8 @@ class Args:
     checkpoint_every: Count | None = None  # agent steps between two checkpoints; the newest two are kept
     resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
     evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: Count | None = None  # evaluate over so many episodes at the end; 10 with --evaluate
+    eval_episodes: Count | None = None  # evaluate over so many episodes at the end; else 10 at a time
+    eval_every: Count | None = None  # agent steps between two evaluations; the best agent is kept as best.pt
 
     env_id: str = "HalfCheetah-v4"  # the id of the environment: any with vectors as actions
     total_timesteps: Count = 1_000_000  # agent steps in all; a rollout beyond them is left out
@@ -152,13 +154,13 @@ def log_losses(writer: SummaryWriter, step: int, losses: dict[str, Tensor]) -> N
             sys.exit(f"{Path(__file__).name}: error: {name} is {mean} at step {step}")
 
 
-def save_checkpoint(args: Args, writer: SummaryWriter, state: dict, progress: list, **tensors) -> None:
-    """Write `<folder>/<step>.pt`, whole or not at all, and keep the newest two. The step is `progress[0]`."""
+def save_checkpoint(args: Args, writer: SummaryWriter, state: dict, progress: list, **more) -> None:
+    """Write `<folder>/<step>.pt` and keep the newest two; with an `eval_return` `best.pt`. Whole or not."""
     writer.flush()  # so that the curves of a run that is killed have no gap
     folder, checkpoint = Path(writer.log_dir), {name: item.state_dict() for name, item in state.items()}
-    checkpoint |= {"args": {"script": Path(__file__).stem, **asdict(args)}, "progress": progress, **tensors}
+    checkpoint |= {"args": {"script": Path(__file__).stem, **asdict(args)}, "progress": progress, **more}
     torch.save(checkpoint, folder / "checkpoint.new")
-    (folder / "checkpoint.new").replace(folder / f"{progress[0]}.pt")
+    (folder / "checkpoint.new").replace(folder / f"{'best' if 'eval_return' in more else progress[0]}.pt")
     for outdated in sorted(folder.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-2]:
         outdated.unlink()
 
@@ -172,6 +174,8 @@ def load_checkpoint(args: Args) -> dict:
         args_before = checkpoint["args"]
     except Exception as error:  # torch.load raises what it likes where a file is none of its own
         refuse(f"{file} is not a checkpoint or a folder with one: {type(error).__name__}")
+    if args.resume and "eval_return" in checkpoint:
+        refuse(f"--resume takes a numbered checkpoint, {file} is for --evaluate")
     fixed = ("script", "env_id", "seed", "num_envs", "buffer_size") if args.resume else ("env_id",)
     for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
         before = args_before.get(name, value)
@@ -207,13 +211,23 @@ def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) ->
     """Play whole episodes with a policy from an observation to an action; gives the return of each."""
     returns = []
     seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10)
-    for seed in tqdm(seeds.tolist(), desc="evaluation", unit="episode"):
+    for seed in tqdm(seeds.tolist(), desc="evaluation", unit="episode", leave=not args.eval_every):
         obs, info = env.reset(seed=seed)
         while "episode" not in info and not stopping:
             obs, _, _, _, info = env.step(policy(obs))
         returns += [float(np.sum(info["episode"]["r"]))] if "episode" in info else []
     env.close()
     return returns
+
+
+def keep_best(args: Args, returns: list[float], writer: SummaryWriter, state: dict, progress: list) -> float:
+    """Log the mean return of an evaluation, and keep the best agent as `best.pt`: gives that one's mean."""
+    file, mean = Path(writer.log_dir, "best.pt"), float(np.mean(returns))
+    writer.add_scalar("charts/eval_return", mean, progress[0])
+    best = torch.load(file, map_location="cpu")["eval_return"] if file.exists() else -math.inf
+    if mean > best:
+        save_checkpoint(args, writer, state, progress, eval_return=mean)
+    return max(mean, best)
 
 
 # ---- Environment -------------------------------------------------------------------------------------------
@@ -483,7 +497,8 @@ if __name__ == "__main__":
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
     startup_seconds = time.perf_counter() - START_TIME
-    saved_step, sps, sps_start = global_step, None, (global_step, time.perf_counter())
+    saved_step = logged_step = global_step
+    sps, best, sps_start = None, None, (global_step, time.perf_counter())
     with closing(envs), writer, bar:
         while not last:
             remaining = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
@@ -529,23 +544,31 @@ if __name__ == "__main__":
             writer.add_scalar("charts/learning_rate", args.learning_rate * remaining, global_step)
             bar.postfix = f"SPS {sps:.0f}, return {np.mean(returns[-10:]) if returns else math.nan:.1f}"
             bar.update(global_step - bar.n)
+            progress = [global_step, updates, returns]
+            if args.eval_every and global_step // args.eval_every > logged_step // args.eval_every:
+                pause = time.perf_counter()
+                scores = evaluate(args, RecordEpisodeStatistics(make_env(args)), best_action, stopping)
+                best = best if stopping else keep_best(args, scores, writer, state, progress)
+                sps_start = sps_start[0], sps_start[1] + time.perf_counter() - pause
+            logged_step = global_step
             last = bool(stopping) or global_step + batch_size > args.total_timesteps
             due = global_step - saved_step >= (args.checkpoint_every or math.inf)
             if due or (last and (args.save_model or args.checkpoint_every)):
-                save_checkpoint(args, writer, state, [global_step, updates, returns])
+                save_checkpoint(args, writer, state, progress)
                 saved_step = global_step
 
     # ---- End -----------------------------------------------------------------------------------------------
     eval_returns = []
     if args.evaluate or (args.eval_episodes and not stopping):
         env = make_env(args, folder / "evaluation" / "videos" if args.capture_video else None)
-        env = gym.wrappers.RecordEpisodeStatistics(env)
+        env = RecordEpisodeStatistics(env)
         eval_returns = evaluate(args, env, best_action, stopping)
     if args.track:
         sys.modules["wandb"].finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": False, "cudagraphs": False}
     summary |= {"updates": updates, "episodes": len(returns), "eval_returns": eval_returns}
+    summary["best_eval_return"] = best
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}

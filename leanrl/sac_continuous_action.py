@@ -72,7 +72,8 @@ class Args:
     checkpoint_every: Count | None = None  # agent steps between two checkpoints; the newest two are kept
     resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
     evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: Count | None = None  # evaluate over so many episodes at the end; 10 with --evaluate
+    eval_episodes: Count | None = None  # evaluate over so many episodes at the end; else 10 at a time
+    eval_every: Count | None = None  # agent steps between two evaluations; the best agent is kept as best.pt
     log_every: Count = 100  # agent steps between two log entries
 
     env_id: str = "HalfCheetah-v4"  # the id of the environment: any with bounded vectors as actions
@@ -149,13 +150,13 @@ def log_losses(writer: SummaryWriter, step: int, losses: dict[str, Tensor]) -> N
             sys.exit(f"{Path(__file__).name}: error: {name} is {mean} at step {step}")
 
 
-def save_checkpoint(args: Args, writer: SummaryWriter, state: dict, progress: list, **tensors) -> None:
-    """Write `<folder>/<step>.pt`, whole or not at all, and keep the newest two. The step is `progress[0]`."""
+def save_checkpoint(args: Args, writer: SummaryWriter, state: dict, progress: list, **more) -> None:
+    """Write `<folder>/<step>.pt` and keep the newest two; with an `eval_return` `best.pt`. Whole or not."""
     writer.flush()  # so that the curves of a run that is killed have no gap
     folder, checkpoint = Path(writer.log_dir), {name: item.state_dict() for name, item in state.items()}
-    checkpoint |= {"args": {"script": Path(__file__).stem, **asdict(args)}, "progress": progress, **tensors}
+    checkpoint |= {"args": {"script": Path(__file__).stem, **asdict(args)}, "progress": progress, **more}
     torch.save(checkpoint, folder / "checkpoint.new")
-    (folder / "checkpoint.new").replace(folder / f"{progress[0]}.pt")
+    (folder / "checkpoint.new").replace(folder / f"{'best' if 'eval_return' in more else progress[0]}.pt")
     for outdated in sorted(folder.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-2]:
         outdated.unlink()
 
@@ -169,6 +170,8 @@ def load_checkpoint(args: Args) -> dict:
         args_before = checkpoint["args"]
     except Exception as error:  # torch.load raises what it likes where a file is none of its own
         refuse(f"{file} is not a checkpoint or a folder with one: {type(error).__name__}")
+    if args.resume and "eval_return" in checkpoint:
+        refuse(f"--resume takes a numbered checkpoint, {file} is for --evaluate")
     fixed = ("script", "env_id", "seed", "num_envs", "buffer_size") if args.resume else ("env_id",)
     for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
         before = args_before.get(name, value)
@@ -204,13 +207,23 @@ def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) ->
     """Play whole episodes with a policy from an observation to an action; gives the return of each."""
     returns = []
     seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10)
-    for seed in tqdm(seeds.tolist(), desc="evaluation", unit="episode"):
+    for seed in tqdm(seeds.tolist(), desc="evaluation", unit="episode", leave=not args.eval_every):
         obs, info = env.reset(seed=seed)
         while "episode" not in info and not stopping:
             obs, _, _, _, info = env.step(policy(obs))
         returns += [float(np.sum(info["episode"]["r"]))] if "episode" in info else []
     env.close()
     return returns
+
+
+def keep_best(args: Args, returns: list[float], writer: SummaryWriter, state: dict, progress: list) -> float:
+    """Log the mean return of an evaluation, and keep the best agent as `best.pt`: gives that one's mean."""
+    file, mean = Path(writer.log_dir, "best.pt"), float(np.mean(returns))
+    writer.add_scalar("charts/eval_return", mean, progress[0])
+    best = torch.load(file, map_location="cpu")["eval_return"] if file.exists() else -math.inf
+    if mean > best:
+        save_checkpoint(args, writer, state, progress, eval_return=mean)
+    return max(mean, best)
 
 
 # ---- Environment -------------------------------------------------------------------------------------------
@@ -413,9 +426,9 @@ if __name__ == "__main__":
     writer = open_logs(args, folder, global_step)
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
-    first_update, saved_step = updates, global_step
+    first_update, saved_step, logged_step = updates, global_step, global_step
     startup_seconds = time.perf_counter() - START_TIME
-    sps, sps_start = None, (global_step, time.perf_counter())
+    sps, best, sps_start = None, None, (global_step, time.perf_counter())
     with closing(envs), writer, bar:
         while not last:
             if global_step < args.learning_starts:
@@ -456,9 +469,15 @@ if __name__ == "__main__":
                 writer.add_scalar("charts/SPS", sps, global_step)
                 bar.postfix = f"SPS {sps:.0f}, return {np.mean(returns[-10:]) if returns else math.nan:.1f}"
                 bar.update(global_step - bar.n)
+                progress = [global_step, updates, updates_due, returns]
+                if args.eval_every and global_step // args.eval_every > logged_step // args.eval_every:
+                    pause = time.perf_counter()
+                    scores = evaluate(args, make_env(args), best_action, stopping)
+                    best = best if stopping else keep_best(args, scores, writer, state, progress)
+                    sps_start = sps_start[0], sps_start[1] + time.perf_counter() - pause
+                logged_step = global_step
                 due = global_step - saved_step >= (args.checkpoint_every or math.inf)
                 if due or (last and (args.save_model or args.checkpoint_every)):
-                    progress = [global_step, updates, updates_due, returns]
                     save_checkpoint(args, writer, state, progress, buffer=buffer[:global_step].clone())
                     saved_step = global_step
 
@@ -472,6 +491,7 @@ if __name__ == "__main__":
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": False, "cudagraphs": False}
     summary |= {"updates": updates, "episodes": len(returns), "eval_returns": eval_returns}
+    summary["best_eval_return"] = best
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}

@@ -1,0 +1,55 @@
+"""Evaluation along the way: it changes no number of the run, keeps the best agent, and is not lost."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import OFF_POLICY, SHORT, assert_same_numbers, checkpoints, play, run, world
+from envs import Balance
+
+EVERY = ("--eval-every", 100, "--eval-episodes", 2)
+
+
+def train(name: str, *args, **options) -> dict:
+    """Train for some 300 steps, on a pole, whose returns depend on the agent; Atari's in scripted games."""
+    if "atari" in name:
+        return play(name, *SHORT[name], *args, **options)
+    frequent = ("--log-every", 50) if name in OFF_POLICY else ()
+    return run(name, *world(name, "Balance"), *SHORT[name], *frequent, *args, **options)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_evaluation_changes_no_number_and_the_best_agent_is_kept(name, tmp_path):
+    without, evaluated = train(name), train(name, *EVERY, directory=tmp_path)
+    assert_same_numbers(without, evaluated, rtol=0, atol=0)
+    steps, means = zip(*evaluated["logged"]["charts/eval_return"], strict=True)
+    assert [step // 100 for step in steps] == sorted({step // 100 for step in steps}) and len(steps) >= 2
+    [best] = tmp_path.glob("runs/*/best.pt")
+    kept = torch.load(best, weights_only=True)
+    assert evaluated["summary"]["best_eval_return"] == kept["eval_return"] == pytest.approx(max(means))
+    assert kept["progress"][0] == steps[np.argmax(means)]
+    again = train(name, "--evaluate", best, "--eval-episodes", 2, directory=tmp_path)
+    assert np.mean(again["summary"]["eval_returns"]) == pytest.approx(kept["eval_return"])
+
+
+@pytest.mark.parametrize("name", ["sac_continuous_action_torchcompile", "ppo"])
+def test_an_evaluation_that_was_killed_is_made_again(name, tmp_path, monkeypatch):
+    """And what goes on is a numbered checkpoint, not the best agent, which has no replay buffer."""
+    reset, seeds = Balance.reset, []
+
+    def die_in_the_second(self, *, seed=None, options=None):
+        if seed is not None:
+            seeds.append(seed)
+            if seeds.count(seed) == 2:  # all evaluations have the same
+                raise KeyboardInterrupt
+        return reset(self, seed=seed, options=options)
+
+    monkeypatch.setattr(Balance, "reset", die_in_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        train(name, *EVERY, "--checkpoint-every", 50, directory=tmp_path)
+    monkeypatch.setattr(Balance, "reset", reset)
+    [*_, newest] = checkpoints(tmp_path)
+    assert 100 <= int(newest.stem) < 200
+    gone_on = train(name, *EVERY, "--resume", newest.parent, directory=tmp_path)
+    assert gone_on["logged"]["charts/eval_return"][0][0] // 100 == 2
+    with pytest.raises(SystemExit, match="2"):
+        train(name, "--resume", newest.parent / "best.pt", directory=tmp_path)
