@@ -20,7 +20,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${FOLDER:-sweeps/gpu-$(date +%m%d-%H%M%S)}
 deadline=$((SECONDS + ${SECONDS_IN_ALL:-580}))
 [ $# -gt 0 ] ||
-  set -- sac_continuous_action td3_continuous_action ppo_continuous_action ppo_atari_envpool dqn
+  set -- sac_continuous_action td3_continuous_action ppo_continuous_action ppo_atari_envpool dqn ppo
 export PYTHONUNBUFFERED=1
 status=0
 
@@ -71,7 +71,7 @@ part() {
 environment() {
   case $1 in
     ppo_atari*) echo Breakout-v5 ;;
-    dqn) echo CartPole-v1 ;;
+    dqn | ppo) echo CartPole-v1 ;;
     *) echo HalfCheetah-v4 ;;
   esac
 }

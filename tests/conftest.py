@@ -53,12 +53,13 @@ def having(passage: str) -> list[str]:
     return [name for pair in zip(SCRIPTS, TWINS, strict=True) if passage in text(pair[0]) for name in pair]
 
 
-OFF_POLICY, ON_POLICY, DISCRETE = having("SAME_STEP"), having("def gae("), having("class QNetwork")
-ACTOR_CRITIC = [name for name in OFF_POLICY if name not in DISCRETE]
+OFF_POLICY, ON_POLICY, DQN = having("SAME_STEP"), having("def gae("), having("class QNetwork")
+DISCRETE = having("gym.spaces.Discrete")
+ACTOR_CRITIC = [name for name in OFF_POLICY if name not in DQN]
 # Arguments for a run of some 300 steps that performs updates, one a step if it is off-policy.
 SHORT = dict.fromkeys(OFF_POLICY, ("--learning-starts", "100", "--total-timesteps", "300"))
 EACH_STEP = ("--train-frequency", "1", "--target-network-frequency", "3")
-SHORT |= {name: (*EACH_STEP, *SHORT[name]) for name in DISCRETE}
+SHORT |= {name: (*EACH_STEP, *SHORT[name]) for name in DQN}
 ROLLOUTS = ("--num-envs", "2", "--num-steps", "50", "--num-minibatches", "5", "--update-epochs", "2")
 SHORT |= dict.fromkeys(ON_POLICY, (*ROLLOUTS, "--total-timesteps", "300"))
 

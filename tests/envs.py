@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.spaces import Box, Dict, Discrete
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 
 # The episodes of Scripted-v0, repeated for ever: every kind of end, also in a first step, in consecutive
 # steps, and both ends at once.
@@ -196,6 +196,25 @@ class Balance(gym.Env):
         return self.state.astype(np.float32), 1 - 0.5 * force**2, fallen, self.left == 0, {}
 
 
+class Codes(gym.Env):
+    """Shows a number, and rewards each of the two parts of an action that fits it: 2 at best, 0.6 by luck."""
+
+    observation_space = Box(0, 2, (1,), np.float32)
+
+    def __init__(self):
+        self.action_space = MultiDiscrete([3, 4], start=[5, -1])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.shown = self.np_random.integers(3)
+        return np.array([self.shown], np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        fits = np.count_nonzero(action == (7 - self.shown, self.shown))
+        return np.array([self.shown], np.float32), float(fits), True, False, {}
+
+
 class Careless(gym.Env):
     """Changes its actions in place and returns its own state: (episode, step), in episodes of three steps."""
 
@@ -266,6 +285,7 @@ def register(kind: type[gym.Env], name: str = "", **options) -> None:
 
 for kind in (Scripted, Balance, Careless, Faulty, Bytes, Interrupted, DictObs, Talkative):
     register(kind)
+gym.register("Codes-v0", entry_point=Codes)
 register(Careless, "Unbounded", low=-np.inf, high=np.inf)
 # The value is the observation.
 SEEN = {"observe": lambda _, rng: rng.uniform(-1, 1), "reward": lambda _, seen: seen}

@@ -156,9 +156,18 @@ def test_adam_is_that_of_torch(lr, eps, max_norm):
 
 
 # ---- Policies in NumPy -------------------------------------------------------------------------------------
-DQN, _, PPO, *_ = TWINS
+DQN, CHOICES, _, PPO, *_ = TWINS
 ARGS = {DQN: (*EACH_STEP, "--batch-size", 4, "--learning-starts", 10, "--total-timesteps", 42)}
-ARGS[PPO] = ("--num-minibatches", 1, "--update-epochs", 1, "--num-steps", 16, "--total-timesteps", 200)
+ARGS[PPO] = ARGS[CHOICES] = (
+    "--num-minibatches",
+    1,
+    "--update-epochs",
+    1,
+    "--num-steps",
+    16,
+    "--total-timesteps",
+    200,
+)
 OWN = """own = type("Own", (nn.Sequential,), {"forward": lambda s, x: 2 * nn.Sequential.forward(s, x)})
         self.actor_mean = own("""
 BUFFER = "self.fc3 = nn.Linear(84, num_actions, device=device); self.register_buffer('b', torch.zeros(()))"
@@ -167,6 +176,8 @@ POLICIES = [
     ("numpy", DQN, 64),
     ("torch", DQN, 65),
     ("numpy", PPO, 256),
+    ("numpy", CHOICES, 256),
+    ("torch", CHOICES, 257),
     ("torch", PPO, 257),
     ("torch", DQN, 1, "F.relu(self.fc1(x))", "torch.tanh(self.fc1(x))"),
     ("torch", DQN, 1, "nn.Linear(120, 84, ", "nn.Linear(120, 84, bias=False, "),
@@ -194,12 +205,14 @@ def test_policies_in_numpy_are_the_networks():
     compare = 'globals().setdefault("equal", []).append(torch.equal(host_params, flat_network.params))'
     with changed(DQN, "actions = policy(obs)", f"{compare}; actions = policy(obs)"):
         dqn = play(DQN, *ARGS[DQN], "--num-envs", 3)
-    ppo = play(PPO, *ARGS[PPO])
+    ppo, choices = (play(name, *ARGS[name]) for name in (PPO, CHOICES))
     assert len(dqn["equal"]) == 14 and all(dqn["equal"])
-    for param in (*dqn["host_network"].parameters(), *ppo["agent"].actor_mean.parameters()):
+    pairs = (ppo, ppo["agent"].actor_mean), (choices, choices["agent"].actor)
+    for param in (*dqn["host_network"].parameters(), *pairs[0][1].parameters(), *pairs[1][1].parameters()):
         param.data.normal_()  # biases that matter, and outputs of some size
     dqn["epsilon"].fill_(0)
     obs = torch.randn(100, 4)
     assert np.array_equal(dqn["numpy_policy"](obs.numpy()), dqn["host_network"](obs).argmax(dim=1))
-    for policy in (ppo["numpy_policy"], ppo["torch_policy"]):
-        torch.testing.assert_close(torch.from_numpy(policy(obs.numpy())), ppo["agent"].actor_mean(obs))
+    for run, network in pairs:
+        for policy in (run["numpy_policy"], run["torch_policy"]):
+            torch.testing.assert_close(torch.from_numpy(policy(obs.numpy())), network(obs))

@@ -394,7 +394,7 @@ def test_a_profile_tells_where_the_time_goes(name, flags, tmp_path, capsys):
 TRACE = "--trace takes a file that can be written, got /"
 REFUSED = [
     (("sac_continuous_action", "--gamma", "2"), "--gamma: Input should be "),
-    (("sac",), "takes one of: dqn dqn_torchcompile ppo_atari_envpool "),
+    (("sac",), "takes one of: dqn dqn_torchcompile ppo ppo_atari_envpool "),
     (("sac_continuous_action", "--trace", "/dev/null/trace"), TRACE),
     (("sac_continuous_action", "--trace", "/"), TRACE),
 ]

@@ -13,17 +13,17 @@ from conftest import EACH_STEP, OFF_POLICY, TWINS, assert_same_numbers, changed,
 from tensordict.nn import CudaGraphModule
 from torch._dynamo.utils import counters
 
-DQN, ATARI, PPO, SAC, TD3 = TWINS
+DQN, CHOICES, ATARI, PPO, SAC, TD3 = TWINS
 # Twins, how many functions of each are compiled, and what is changed for it to act in PyTorch, because NumPy
 # does not know the network.
-CASES = [(SAC, 3), (TD3, 3), (DQN, 1), (PPO, 2), (ATARI, 3)]
+CASES = [(SAC, 3), (TD3, 3), (DQN, 1), (PPO, 2), (CHOICES, 2), (ATARI, 3)]
 CASES += [(DQN, 2, "F.relu(self.fc1", "torch.sigmoid(self.fc1"), (PPO, 3, "nn.Tanh()", "nn.Sigmoid()")]
 # Runs of two kinds of gradient steps, the last of them without the actor, or of several rollouts. (With two
 # environments PPO's policy would differ by rounding: a graph has a copy of the observations, whose rows lie
 # closer together.)
 ROLLOUTS = ("--num-steps", 16, "--num-minibatches", 2, "--update-epochs", 2, "--num-envs")
 ARGS = dict.fromkeys(OFF_POLICY, ("--learning-starts", 50, "--batch-size", 16))
-ARGS |= {DQN: (*ARGS[DQN], *EACH_STEP), PPO: (*ROLLOUTS, 1), ATARI: (*ROLLOUTS, 2)}
+ARGS |= {DQN: (*ARGS[DQN], *EACH_STEP), PPO: (*ROLLOUTS, 1), CHOICES: (*ROLLOUTS, 1), ATARI: (*ROLLOUTS, 2)}
 # Of a build for CUDA, Dynamo (2.14) asks the driver.
 NO_DRIVER = torch.version.cuda is not None and not torch.cuda.is_available()
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from conftest import DISCRETE, OFF_POLICY, SCRIPTS, SHORT, TWINS, checkpoints, cli, curves, play, start
+from conftest import DQN, OFF_POLICY, SCRIPTS, SHORT, TWINS, checkpoints, cli, curves, play, start
 from envs import Bytes, Scripted, episode_end, game_rows, scripted_rows
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import nn, optim
@@ -35,7 +35,7 @@ LATER = count(9_000_000_000)  # TensorBoard reads the files of a folder by the s
 def short(name: str, steps: int = 300) -> tuple:
     """The arguments for a short run, at the end of which some of a gradient step is due."""
     rate = ("--train-frequency", 7, "--exploration-fraction", 1)
-    rate = rate if name in DISCRETE else ("--updates-per-step", 0.7)
+    rate = rate if name in DQN else ("--updates-per-step", 0.7)
     small = ("--batch-size", 8, "--buffer-size", CAPACITY[name], *rate) if name in OFF_POLICY else ()
     return (*SHORT[name], *small, "--total-timesteps", steps)
 
@@ -100,14 +100,14 @@ def test_a_run_goes_on_from_what_was_saved(name, tmp_path):
     assert begin + 100 < end <= 500
     assert on["sequence"].entropy == [1, begin]  # other numbers are drawn from here on
     if name in OFF_POLICY:  # as many gradient steps as in one run, and rows where they would be
-        assert on["updates"] == ((end - 101) // 7 if name in DISCRETE else math.ceil(0.7 * (end - 101)))
+        assert on["updates"] == ((end - 101) // 7 if name in DQN else math.ceil(0.7 * (end - 101)))
         rows = (on["buffer"] != before["buffer"]).any(dim=1).nonzero().flatten().tolist()
         assert rows == sorted(step % CAPACITY[name] for step in range(300, 500))
     else:  # what is scheduled is so over the steps that the second run knows of
         steps, rates = zip(*logged["charts/learning_rate"], strict=True)
         left = 1 - np.array([begin, *steps[:-1]]) / 500
         assert rates == pytest.approx(on["args"].learning_rate * left)
-    if name in DISCRETE:
+    if name in DQN:
         expected = {step: 1 - 0.95 * step / 500 for step in (400, 500)}
         assert dict(logged["charts/epsilon"]) == pytest.approx(expected)
     whole_curves(path.parent, on)
@@ -251,9 +251,11 @@ def best_actions(name: str, done: dict, obs: np.ndarray) -> np.ndarray:
         if "atari" in name:
             return done["agent"](torch.from_numpy(obs.transpose(0, 2, 3, 1).copy()))[0].argmax(dim=1).numpy()
         space, obs = done["env"].unwrapped.action_space, obs.reshape(len(obs), -1)
-        if name in DISCRETE:
+        if name in DQN:
             obs = torch.from_numpy(obs) if obs.dtype == np.uint8 else torch.from_numpy(obs).float()
             return done["q_network"](obs).argmax(dim=1).numpy() + space.start
+        if "nvec" in done:
+            return done["agent"](torch.from_numpy(obs).float())[0].argmax(dim=1).numpy() + space.start
         if name not in OFF_POLICY:
             obs = torch.from_numpy(done["obs_moments"].standardise(obs)).float()
             return done["agent"](obs)[0].numpy().clip(space.low, space.high)

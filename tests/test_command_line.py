@@ -16,22 +16,22 @@ import mujoco
 import numpy as np
 import pytest
 from capture import pretended_cuda
-from conftest import DISCRETE, OFF_POLICY, SCRIPTS, SHORT, TWINS, checkpoints, cli, curves, load, play, run
+from conftest import OFF_POLICY, SCRIPTS, SHORT, TWINS, checkpoints, cli, curves, load, play, run
 from gymnasium.utils.save_video import capped_cubic_video_schedule
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-DQN, ATARI, PPO, SAC, TD3 = SCRIPTS
+DQN, CHOICES, ATARI, PPO, SAC, TD3 = SCRIPTS
 every = pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])
 # Integers that may be 0, and numbers that may not be above 1.
 FROM_0 = ("seed", "learning_starts", "env_threads")
 FRACTIONS = ("gamma", "tau", "gae_lambda", "start_e", "end_e", "exploration_fraction")
 # Environments, what is said about them, and by which scripts.
 UNFIT = [
-    ("HalfCheetah-v99", "doesn't exist", (SAC, TD3, PPO, DQN)),
-    ("envs:DictObs-v0", "not Dict(", (SAC, TD3, PPO, DQN)),
+    ("HalfCheetah-v99", "doesn't exist", (SAC, TD3, PPO, CHOICES, DQN)),
+    ("envs:DictObs-v0", "not Dict(", (SAC, TD3, PPO, CHOICES, DQN)),
     ("CartPole-v1", "not Box(", (SAC, TD3, PPO)),
     ("envs:Unbounded-v0", "bounded vectors as actions", (SAC, TD3)),
-    ("Pendulum-v1", "Discrete actions", (DQN,)),
+    ("Pendulum-v1", "iscrete actions", (DQN, CHOICES)),
     ("CartPole-v1", "an Atari game of EnvPool", (ATARI,)),
     ("NoSuchGame-v5", "not NoSuchGame-v5", (ATARI,)),
 ]
@@ -73,7 +73,7 @@ def test_arguments_have_to_fit_together(name, refusal):
     assert refused(resume="a", evaluate="b") == "--resume and --evaluate exclude each other"
     if name in OFF_POLICY:
         # There is a gradient step, for which a run of DQN needs as many agent steps as count towards it.
-        most, given = 986 if name in DISCRETE else 995, {"total_timesteps": 1000, "num_envs": 4}
+        most, given = 986 if name.startswith("dqn") else 995, {"total_timesteps": 1000, "num_envs": 4}
         parse(name, learning_starts=most, **given)
         parse(name, learning_starts=1000, evaluate="a", **given)
         told = f"--learning-starts has to leave some of --total-timesteps, got {most + 1}"
@@ -100,7 +100,7 @@ def test_an_environment_that_does_not_fit_is_refused(env_id, words, names, refus
         assert line.startswith("--env-id ") and words in line
 
 
-@pytest.mark.parametrize("name", [SAC, TD3, PPO, DQN])
+@pytest.mark.parametrize("name", [SAC, TD3, PPO, CHOICES, DQN])
 def test_an_error_in_an_environment_of_the_users_own_shows_its_traceback(name):
     with pytest.raises(RuntimeError, match="one line\n  and another"):
         run(name, "--env-id", "envs:Talkative-v0")
@@ -151,7 +151,7 @@ def test_summary_bar_and_logs(name, tmp_path, capfd):
     expected = args | {"script": name, "device": "cpu", "compile": False, "cudagraphs": False}
     expected |= {"total_timesteps": steps, "updates": done["updates"], "episodes": len(returns)}
     expected |= {"episodic_return": np.mean(returns[-100:]), "episodic_return_10": np.mean(returns[-10:])}
-    assert summary == expected | {"eval_returns": []}
+    assert summary == expected | {"eval_returns": [], "best_eval_return": None}
     # How far it is of how far it goes, how fast, and the recent return.
     recent = f"{np.mean(returns[-10:]):.1f}"
     assert re.search(rf"\r[^\r]*{steps}/300 \[[^\r]*, SPS \d+, return {recent}\]", printed.err)
@@ -161,7 +161,7 @@ def test_summary_bar_and_logs(name, tmp_path, capfd):
     assert re.fullmatch(rf"{env_id}__an_experiment__1__\d{{10}}\.\d{{3}}", folder.name)
     assert not checkpoints(tmp_path)
     logged = curves(folder)
-    scheduled = "epsilon" if name in DISCRETE else "" if name in OFF_POLICY else "learning_rate"
+    scheduled = "epsilon" if name.startswith("dqn") else "" if name in OFF_POLICY else "learning_rate"
     charts = [f"charts/{tag}" for tag in f"SPS episodic_return episodic_length {scheduled}".split()]
     assert logged.keys() == {*charts, *(f"losses/{tag}" for tag in LOSSES[name[:3]].split())}
     assert [value for _, value in logged["charts/episodic_return"]] == pytest.approx(returns)

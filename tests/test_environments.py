@@ -4,7 +4,7 @@ from itertools import count, pairwise
 
 import numpy as np
 import pytest
-from conftest import DISCRETE, NOT_ATARI, OFF_POLICY, SHORT, assert_same_numbers, instances, play, run, world
+from conftest import DQN, NOT_ATARI, OFF_POLICY, SHORT, assert_same_numbers, instances, play, run, world
 from envs import Faulty
 
 FAULTS = [(name, "Faulty", fault) for name in NOT_ATARI for fault in ("reward", "observation", "reset")]
@@ -32,12 +32,12 @@ def test_a_seed_repeats_a_run_and_no_other_seed_shares_an_environment(name):
 def test_what_is_stored_is_what_was_though_the_environment_changes_its_action_and_its_observation(name):
     result = run(name, *world(name, "Careless"), *SHORT[name], "--num-envs", "2", "--batch-size", "8")
     rows = result["buffer"][:300].numpy().reshape(150, 2, -1)
-    action, seen = (0, slice(3, 7)) if name in DISCRETE else (slice(2, 4), [0, 1, 6, 7])
+    action, seen = (0, slice(3, 7)) if name in DQN else (slice(2, 4), [0, 1, 6, 7])
     episode, step = np.divmod(np.arange(150), 3)
     for index, env in enumerate(instances(result)):
         given = np.stack(env.given)
         # As the script has it: an index from 0, or from -1 to 1 in place of -0.5 to 1.
-        expected = given - 5 if name in DISCRETE else (given - 0.25) / 0.75
+        expected = given - 5 if name in DQN else (given - 0.25) / 0.75
         np.testing.assert_allclose(rows[:, index, action], expected, rtol=0, atol=1e-6)
         assert len(np.unique(given)) >= 3
         assert np.array_equal(rows[:, index, seen], np.stack([episode, step, episode, step + 1], axis=1))

@@ -25,6 +25,7 @@ CHOICES += ("--learning-starts", 65, "--total-timesteps", 1365)
 RUNS = {
     **dict.fromkeys(OFF_POLICY, (run, (*REACHER, 85), 1e-3)),
     "dqn": (play, CHOICES, 1e-3),
+    "ppo": (play, (*ROLLOUTS, 257, "--num-steps", 4, "--total-timesteps", 2500), 3e-4),
     "ppo_continuous_action": (play, (*ROLLOUTS, 257, "--num-steps", 4, "--total-timesteps", 2500), 3e-4),
     "ppo_atari_envpool": (play, (*ROLLOUTS, 2, "--num-steps", 16, "--total-timesteps", 64), 3e-4),
 }

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import DISCRETE, OFF_POLICY, SEEDS, cli, run, world
+from conftest import DQN, OFF_POLICY, SEEDS, cli, run, world
 
 # How many steps are enough to learn to balance, and arguments; to learn values takes a quarter of them.
 FAST = ("--batch-size", 64, "--learning-starts", 100, "--tau", 0.05)
@@ -16,6 +16,7 @@ RUNS = {
     "td3_continuous_action": (2000, *FAST, "--learning-rate", 1e-3),
     "dqn": (4000, *FAST, "--learning-rate", 1e-3, *EACH_STEP),
     "ppo_continuous_action": (20_000, *ROLLOUTS, "--learning-rate", 3e-3),
+    "ppo": (20_000, *ROLLOUTS, "--learning-rate", 3e-3, "--num-envs", 1),
 }
 PROBES = {"ObservationReward": {value: value for value in (-0.8, -0.3, 0.2, 0.7)}}
 PROBES |= {"LateReward": {0: 0.25, 1: 0.5, 2: 1}, "Truncated": {0: 2}}
@@ -29,14 +30,32 @@ def test_learnt_values_are_the_known_ones(name, probe):
     result = run(name, *world(name, probe), *args, "--gamma", 0.5, "--total-timesteps", steps // 4)
     obs, expected = torch.tensor([*PROBES[probe].items()]).float().split(1, dim=1)
     with torch.no_grad():
-        if name in DISCRETE:
+        if name in DQN:
             values = result["q_network"](obs).T
         elif name in OFF_POLICY:
             values = torch.cat([result["critic"](obs, torch.full_like(obs, action)) for action in (-1, 0, 1)])
+        elif "nvec" in result:
+            values = result["agent"].critic(obs).T
         else:  # rewards, and so values, are in units of the deviation of returns
             seen = torch.from_numpy(result["obs_moments"].standardise(obs.numpy())).float()
             values = result["agent"].critic(seen).T * result["return_moments"].std()
     torch.testing.assert_close(values.float(), expected.T.expand_as(values), rtol=0, atol=0.1)
+
+
+def test_actions_of_several_parts_are_learnt():
+    result = run(
+        "ppo",
+        "--env-id",
+        "envs:Codes-v0",
+        "--learning-rate",
+        3e-3,
+        "--total-timesteps",
+        8192,
+        "--eval-episodes",
+        10,
+    )
+    assert np.mean(result["returns"][-100:]) > 1.8
+    assert result["eval_returns"] == [2] * 10
 
 
 @pytest.mark.slow

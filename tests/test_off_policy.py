@@ -7,17 +7,17 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import ACTOR_CRITIC, DISCRETE, EACH_STEP, OFF_POLICY, changed, instances, run, world
+from conftest import ACTOR_CRITIC, DQN, EACH_STEP, OFF_POLICY, changed, instances, run, world
 from envs import Bytes, observation, scripted_rows
 from torch import Tensor
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
 actor_critic = pytest.mark.parametrize("name", ACTOR_CRITIC)
-discrete = pytest.mark.parametrize("name", DISCRETE)
-NUMPY = DISCRETE[1]  # it acts in NumPy
+discrete = pytest.mark.parametrize("name", DQN)
+NUMPY = DQN[1]  # it acts in NumPy
 
 OBS_DIM, ACTION_DIM = 4, 2
-WORLDS = [(name, "Scripted") for name in OFF_POLICY] + [(name, "Bytes") for name in DISCRETE]
+WORLDS = [(name, "Scripted") for name in OFF_POLICY] + [(name, "Bytes") for name in DQN]
 # Environments, gradient steps per agent step, how many those are in all, and how many have the actor. Actions
 # are last chosen at step 41, with four environments at 40: 31 or 30 steps after learning starts.
 OFTEN = [(1, 0.25, 8, 3), (1, 2, 62, 21), (4, 0.25, 8, 3), (4, 1, 30, 10)]
@@ -28,7 +28,7 @@ FREQUENCIES = [(1, 1, 7), (1, 2, 6), (1, 4, 8), (1, 4, 3), (1, 3, 7), (1, 30, 31
 def fresh(name: str, num_envs: int = 1, *args, kind: str = "Scripted") -> dict:
     """A run of 42 steps in a scripted world; learning starts after ten."""
     fixed = ("--batch-size", 4, "--learning-starts", 10, "--total-timesteps", 42)
-    each_step = EACH_STEP if name in DISCRETE else ()
+    each_step = EACH_STEP if name in DQN else ()
     return run(name, *world(name, kind), *fixed, *each_step, "--num-envs", num_envs, *args)
 
 
@@ -45,7 +45,7 @@ def history(result: dict, see=observation) -> list:
 def transition(name: str, row, next_obs: np.ndarray, action) -> np.ndarray:
     """The row of the replay buffer for a transition: where observations are bytes, it is bytes."""
     obs, next_obs = row.obs.ravel(), next_obs.ravel()
-    if name in DISCRETE:
+    if name in DQN:
         scalars = np.array([action - 5, row.reward, row.terminated], np.float32)
         kind = np.uint8 if obs.dtype == np.uint8 else np.float32
         return np.concatenate([scalars.view(kind), obs.astype(kind), next_obs.astype(kind)])
@@ -66,7 +66,7 @@ def test_transitions_are_stored_and_whole_episodes_counted(name, kind, num_envs,
     rows = np.zeros((capacity, len(expected[0])), expected[0].dtype)
     for index, row in enumerate(expected):
         rows[index % capacity] = row
-    actions = slice(0, 0) if name in DISCRETE else slice(OBS_DIM, OBS_DIM + ACTION_DIM)
+    actions = slice(0, 0) if name in DQN else slice(OBS_DIM, OBS_DIM + ACTION_DIM)
     np.testing.assert_allclose(buffer[:, actions], rows[:, actions], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(np.delete(buffer, actions, axis=1), np.delete(rows, actions, axis=1))
     assert (buffer.dtype, result["size"].item()) == (rows.dtype, min(42, capacity))
@@ -95,7 +95,7 @@ def test_actions_reach_the_bounds_of_the_environment_and_explore_with_the_right_
     torch.testing.assert_close(noise.std(0), torch.full((ACTION_DIM,), expected), rtol=0.03, atol=0)
 
 
-@pytest.mark.parametrize(("name", "numpy"), [(DISCRETE[0], False), (NUMPY, False), (NUMPY, True)])
+@pytest.mark.parametrize(("name", "numpy"), [(DQN[0], False), (NUMPY, False), (NUMPY, True)])
 def test_so_many_actions_are_random(name, numpy):
     result, obs = fresh(name), torch.randn(1, OBS_DIM)
     best = result["best_action"](obs[0].numpy()) - 5
@@ -160,8 +160,8 @@ def known(name: str, *options) -> dict:
     result = fresh(name, 1, "--batch-size", BATCH, "--gamma", GAMMA, "--tau", TAU, *KNOWN[name[:3]], *options)
     conftest.begin_anew(result, noise=0.1)
     buffer = result["buffer"].normal_()
-    buffer[:, 2 if name in DISCRETE else 7] = (torch.rand(len(buffer)) < 0.4).float()  # terminated
-    if name in DISCRETE:
+    buffer[:, 2 if name in DQN else 7] = (torch.rand(len(buffer)) < 0.4).float()  # terminated
+    if name in DQN:
         buffer[:, 0] = torch.randint(3, (len(buffer),)).float()
     result["size"].fill_(50)
     return result

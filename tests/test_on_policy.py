@@ -35,7 +35,7 @@ def history(result: dict) -> list[tuple[Row, ...]]:
     """All steps of a run, and the one that the last rollout ended with: a row for each environment."""
     args, envs, steps, real = result["args"], instances(result), [], 0
     rows = [scripted_rows(env.seeds[0]) for env in envs]
-    world = zip(*(rows if "obs_moments" in result else map(game_rows, envs[0].seeds)), strict=True)
+    world = zip(*(rows if "rollout_actions" in result else map(game_rows, envs[0].seeds)), strict=True)
     while real + args.num_envs * args.num_steps <= args.total_timesteps:
         steps += islice(world, args.num_steps)
         real = sum(row.valid for step in steps for row in step)
@@ -75,6 +75,7 @@ def evaluate(agent: Callable, obs: Tensor, actions: Tensor) -> tuple[Tensor, Ten
     """Log-probabilities of actions and values, (batch,), that an agent gives for obs, and its policy."""
     outputs, *log_std, values = agent(obs)
     policy = Normal(outputs, log_std[0].exp()) if log_std else Categorical(logits=outputs)
+    actions = actions if log_std else actions.flatten()
     return policy.log_prob(actions).view(len(obs), -1).sum(1), values, policy
 
 
@@ -91,20 +92,25 @@ def test_the_batch_is_what_happened_and_dummy_steps_count_nowhere(name, case):
         assert {1, 3, 5, 6} <= {length for _, length in result["logged"]["charts/episodic_length"]}
 
     steps = {key: np.array([[getattr(row, key) for row in step] for step in rows]) for key in Row._fields}
-    normalises = "obs_moments" in result
-    steps |= normalised(steps) if normalises else {"obs": np.moveaxis(steps["obs"], 2, -1)}
+    if "obs_moments" in result:
+        steps |= normalised(steps)
+    elif "rollout_actions" in result:
+        steps["obs"] = steps["obs"].reshape(*steps["valid"].shape, -1).astype(np.float32)
+    else:
+        steps["obs"] = np.moveaxis(steps["obs"], 2, -1)
     steps = {key: column[-num_steps - 1 :] for key, column in steps.items()}  # of the last rollout
     obs, valid = torch.from_numpy(steps["obs"]), steps["valid"]
     torch.testing.assert_close(torch.as_tensor(result["rollout_obs"]), obs, rtol=1e-4, atol=1e-4)
     actions = torch.as_tensor(result.get("rollout_actions", result["rollout"][:, :, 0]))
-    if normalises:
+    if "rollout_actions" in result:
         obs_of_batch = result["batch"][:, : obs.shape[2]].view(num_steps, num_envs, -1)
         torch.testing.assert_close(obs_of_batch, torch.as_tensor(result["rollout_obs"][:-1]), rtol=0, atol=0)
         for index, env in enumerate(instances(result)):
             # Only real steps reach an environment of Gymnasium.
             sent, space = actions[:-1, index][valid[:-1, index]].numpy(), env.action_space
             given = env.actions[len(env.actions) - len(sent) :]
-            np.testing.assert_array_equal(sent.clip(space.low, space.high), given)
+            taken = sent[:, 0] + 5 if "nvec" in result else sent.clip(space.low, space.high)
+            np.testing.assert_array_equal(taken, given)
     else:
         np.testing.assert_array_equal(actions[:-1], instances(result)[0].actions[-num_steps:])
 
@@ -155,8 +161,10 @@ def known(name: str, *args) -> dict:
     conftest.begin_anew(result, noise=0.02)
     batch = result["batch"].normal_()
     batch[:, -1] = (torch.rand(60) < 0.7).float()
-    obs, actions = batch[:, :4], batch[:, 4:6]
-    if "obs_moments" not in result:
+    obs, actions = batch[:, :4], batch[:, 4:-5]
+    if "nvec" in result:
+        actions.random_(3)
+    if "rollout_actions" not in result:
         obs, actions = result["rollout_obs"].random_(256)[:-1].flatten(0, 1), batch[:, 0].random_(3)
     result |= {"known_obs": obs, "known_actions": actions}
     # So that some of the ratios and values, not all of them, are beyond the clip.

@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from conftest import DISCRETE, OFF_POLICY, ROOT, SCRIPTS, SEEDS, TWINS, changed, play
+from conftest import DQN, OFF_POLICY, ROOT, SCRIPTS, SEEDS, TWINS, changed, play
 from traffic import counted_traffic
 
 # A gradient step after each of 40 steps, without a log entry; or rollouts of eight, with four of them.
@@ -22,7 +22,7 @@ def row(command: str) -> str:
     name, *options = command.split()
     off_policy = name in (*OFF_POLICY, *SEEDS)
     if off_policy:
-        args = (*STEPS, *options, *(EACH_STEP if name in DISCRETE else ()))
+        args = (*STEPS, *options, *(EACH_STEP if name in DQN else ()))
     else:
         num_envs = int(options[-1]) if options else 2
         args = (*ROLLOUTS, "--num-envs", num_envs, "--total-timesteps", 48 * num_envs)

@@ -1,12 +1,11 @@
 """Run a script of CleanRL, as it is and with its own defaults, and print a summary like those of ours.
 
-    python benchmark/peers/cleanrl.py SCRIPT --env-id=ID --seed=N --total-timesteps=N [--learning-starts=N]
-        [--cleanrl DIR]
+    python benchmark/peers/cleanrl.py SCRIPT --env-id=ID --seed=N --total-timesteps=N [--cleanrl DIR] [...]
 
-The scripts are those of the package cleanrl 1.2.0 or, with --cleanrl, of a checkout of its repository. They
-were written for older libraries. What has changed since is stood in for here: the module `gym`, automatic
-resets and what infos then hold, and an argument of a wrapper. SPS counts from the first "charts/SPS" that a
-script logs, when it learns, to the last.
+Further arguments, such as --learning-starts=N, are the script's own. The scripts are those of the package
+cleanrl 1.2.0 or, with --cleanrl, of a checkout of its repository. They were written for older libraries. What
+has changed since is stood in for here: the module `gym`, automatic resets and what infos then hold, and an
+argument of a wrapper. SPS counts from the first "charts/SPS" that a script logs, when it learns, to the last.
 """
 
 import argparse
@@ -29,6 +28,7 @@ SCRIPTS = (
     "sac_continuous_action",
     "td3_continuous_action",
     "ppo_continuous_action",
+    "ppo",
     "ppo_atari_envpool",
     "dqn",
 )
@@ -120,9 +120,9 @@ def main() -> None:
     parser.add_argument("script", choices=SCRIPTS)
     parser.add_argument("--cleanrl", type=Path)
     parser.add_argument("--env-id", required=True)
-    for name in ("--seed", "--total-timesteps", "--learning-starts"):
-        parser.add_argument(name, type=int, required=name != "--learning-starts")
-    args = parser.parse_args()
+    for name in ("--seed", "--total-timesteps"):
+        parser.add_argument(name, type=int, required=True)
+    args, more = parser.parse_known_args()
     root = args.cleanrl or Path(metadata.distribution("cleanrl").locate_file(""))
     path = root / "cleanrl" / f"{args.script}.py"
     stand_in()
@@ -134,11 +134,8 @@ def main() -> None:
         add_scalar(writer, tag, value, step, **options)
 
     SummaryWriter.add_scalar = note_time
-    given = vars(args).items()
-    options = [
-        (name, value) for name, value in given if value is not None and name not in ("script", "cleanrl")
-    ]
-    sys.argv = [str(path), *(f"--{name.replace('_', '-')}={value}" for name, value in options)]
+    given = {"env-id": args.env_id, "seed": args.seed, "total-timesteps": args.total_timesteps}
+    sys.argv = [str(path), *(f"--{name}={value}" for name, value in given.items()), *more]
     script = runpy.run_path(str(path), run_name="__main__")
     (first, start), (last, end) = times[0], times[-1]
     summary = {"script": "cleanrl", "env_id": args.env_id, "seed": args.seed}

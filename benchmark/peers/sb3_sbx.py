@@ -37,6 +37,13 @@ ON_POLICY = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10}
 ON_POLICY |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}
 # The libraries advise the CPU for PPO on small networks.
 ON_POLICY |= {"device": "cpu"}
+ON_POLICY_DISCRETE = {
+    "n_steps": 128,
+    "batch_size": 128,
+    "n_epochs": 4,
+    "learning_rate": 2.5e-4,
+    "ent_coef": 0.01,
+}
 DISCRETE = {
     "train_freq": 10,
     "batch_size": 128,
@@ -58,6 +65,7 @@ ALGORITHMS = {
     "sac_continuous_action": ("SAC", "MlpPolicy", OFF_POLICY),
     "td3_continuous_action": ("TD3", "MlpPolicy", OFF_POLICY),
     "ppo_continuous_action": ("PPO", "MlpPolicy", ON_POLICY),
+    "ppo": ("PPO", "MlpPolicy", ON_POLICY | ON_POLICY_DISCRETE),
     "ppo_atari_envpool": ("PPO", "CnnPolicy", ATARI),
     "dqn": ("DQN", "MlpPolicy", DISCRETE),
 }
@@ -97,10 +105,10 @@ def main() -> None:
         ("--seed", None),
         ("--total-timesteps", None),
         ("--learning-starts", 0),
-        ("--num-envs", 1),
     ):
         parser.add_argument(name, type=int, default=default, required=default is None)
     for name, default in (
+        ("--num-envs", None),
         ("--batch-size", None),
         ("--width", None),
         ("--num-steps", None),
@@ -108,6 +116,7 @@ def main() -> None:
     ):
         parser.add_argument(name, type=int, default=default)
     args = parser.parse_args()
+    args.num_envs = args.num_envs or (4 if args.script == "ppo" else 1)
     algorithm, policy, options = ALGORITHMS[args.script]
     given = {
         "learning_starts": args.learning_starts,

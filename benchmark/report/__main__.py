@@ -36,6 +36,7 @@ TABLES = {
     "agents": (tables.agents_table, results.check_agents),
     "settings": (tables.settings_table, results.check_setting),
     "scaling": (tables.scaling_table, results.check_scaling),
+    "environments": (tables.environments_table, results.check_environments),
     "tricks": (tables.tricks_table, results.check_figure),
 }
 # Plots of a sweep's runs on one machine, and of returns, which are the same on all.

@@ -25,6 +25,7 @@ SCRIPT_STYLES = {
     "sac_continuous_action": ("#0072B2", "o"),
     "td3_continuous_action": ("#D55E00", "s"),
     "ppo_continuous_action": ("#009E73", "^"),
+    "ppo": ("#E69F00", "P"),
     "ppo_atari_envpool": ("#000000", "D"),
     "dqn": ("#CC79A7", "v"),
 }

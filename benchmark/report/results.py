@@ -224,6 +224,22 @@ class Size(TypedDict):
     git_commit: str | None
 
 
+class Environments(TypedDict):
+    """A line of benchmark.studies.environments: a run with so many environments."""
+
+    format: int
+    status: Literal["ok"]
+    script: str
+    env_id: str
+    mode: Literal["gymnasium", "envpool", "cleanrl", "sb3", "sbx"]
+    num_envs: int
+    seed: int
+    sps: float
+    versions: dict[str, str | None]
+    hardware: Hardware
+    git_commit: str | None
+
+
 class Reached(TypedDict):
     """A line of benchmark/results/literature.jsonl: what others have reached."""
 
@@ -277,7 +293,7 @@ def check_of(*kinds: type) -> Callable[[object], None]:
 
 # Of the studies, of the literature's figures, and of a sweep.json.
 check_roofline, check_agents, check_setting = check_of(Bound), check_of(Agents), check_of(Timed)
-check_scaling, check_figure = check_of(Size), check_of(Figure)
+check_scaling, check_figure, check_environments = check_of(Size), check_of(Figure), check_of(Environments)
 check_literature, check_description = check_of(Reached), check_of(Description)
 
 

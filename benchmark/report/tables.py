@@ -317,6 +317,25 @@ def agents_table(lines: list[dict]) -> str:
     )
 
 
+# Columns of the table of environments, and what our two are called there.
+BACKENDS = {"cleanrl": "CleanRL", "sb3": "Stable-Baselines3", "sbx": "SBX (JAX)"}
+BACKENDS |= {"gymnasium": "LeanRL", "envpool": "LeanRL, EnvPool"}
+
+
+@by_machine
+def environments_table(lines: list[dict]) -> str:
+    """Steps/s by number of environments and what steps them, and EnvPool's beside the best other."""
+    rows = []
+    for (script, env_id, num_envs), group in by(lines, "script", "env_id", "num_envs").items():
+        modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
+        speeds = [spread([line["sps"] for line in modes[mode]]) if mode in modes else "" for mode in BACKENDS]
+        others = [runs for mode, runs in modes.items() if mode not in ("gymnasium", "envpool")]
+        best = max(others, key=lambda runs: statistics.median(line["sps"] for line in runs), default=None)
+        beside = [ratio(modes["envpool"], best) if best and "envpool" in modes else ""]
+        rows.append([f"{script}, {env_id}, {num_envs}", *speeds, *beside])
+    return markdown(["steps/s", *BACKENDS.values(), "EnvPool x the best other"], rows)
+
+
 @by_machine
 def settings_table(lines: list[dict]) -> str:
     """A gradient step under each setting, alone and beside a busy process, its ratio, and start-up."""

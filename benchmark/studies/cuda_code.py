@@ -62,6 +62,7 @@ SCRIPTS = {
     "ppo_continuous_action": (None, ()),  # for one environment it acts in NumPy
     "ppo_continuous_action --num-envs 1024": (None, ("--num-envs", "1024", "--total-timesteps", "4000000")),
     "ppo_atari_envpool": ("Breakout-v5", ()),
+    "ppo": ("CartPole-v1", ()),  # for up to 256 environments it acts in NumPy
     "dqn": ("CartPole-v1", ()),  # for up to 64 environments it acts in NumPy
     "dqn --num-envs 65": ("CartPole-v1", ("--num-envs", "65")),
     "dqn, bytes": ("envs:BytesChoices-v0", ()),  # of tests/envs.py

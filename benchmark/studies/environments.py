@@ -1,0 +1,111 @@
+"""Steps/s of PPO by number of environments: stepped in turn, by EnvPool on all cores, and by other libraries.
+
+    ./run.sh python -m benchmark.studies.environments [--scripts NAME ...] [--num-envs N ...] [--rounds R]
+        [--peers PYTHON] [--output FILE]
+
+Times the twins with --compile and both values of --env-backend and, where there is an interpreter with
+requirements/peers.txt, CleanRL, Stable-Baselines3 and SBX with the same rollouts, minibatches and epochs.
+Everything once, then again, R times. Nothing else may run meanwhile; it takes a quarter of an hour on two
+cores. FILE gets a line a run. docs/benchmark.md shows benchmark/results/environments.jsonl.
+
+Exit status: 0 all runs are timed, 1 some failed, 2 a bad argument.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from benchmark import LEANRL, ROOT
+from benchmark.machine import provenance, summary_of
+from benchmark.report import results, tables
+from benchmark.sweep.runs import TASKS
+from benchmark.terminal import check_interpreter, check_names, lines_of_output
+
+# Steps of a rollout and rows of a minibatch with n environments: of continuous actions the defaults with one
+# and what docs/ppo_continuous.md advises for 64, else the defaults' minibatches.
+SIZES = {
+    "ppo_continuous_action": lambda n: (max(32, 2048 // n), max(64, 8 * n)),
+    "ppo": lambda n: (128, 32 * n),
+}
+NUM_ENVS = {"ppo_continuous_action": (1, 4, 16, 64, 256), "ppo": (4, 64)}
+EPOCHS = {"ppo_continuous_action": 10, "ppo": 4}
+STEPS = {"gymnasium": 100_000, "envpool": 200_000, "cleanrl": 20_000, "sb3": 20_000, "sbx": 20_000}
+
+
+@dataclass
+class Args:
+    scripts: tuple[str, ...] = tuple(SIZES)
+    """eager scripts; their twins are timed"""
+    num_envs: tuple[int, ...] | None = None
+    """numbers of environments, each script's own by default"""
+    rounds: int = 3
+    """how often each is timed"""
+    peers: Path | None = None
+    """the interpreter of an environment with requirements/peers.txt"""
+    output: Path | None = None
+    """a file of results to write anew"""
+
+
+def command(script: str, mode: str, num_envs: int, seed: int, peers: Path | None) -> list[str]:
+    """The command of a run: several whole rollouts, of SBX after the two in which JAX compiles."""
+    num_steps, batch_size = SIZES[script](num_envs)
+    rollout = num_steps * num_envs
+    rollouts = max(4, STEPS[mode] // rollout) + (2 if mode == "sbx" else 0)
+    sizes = {"num-envs": num_envs, "num-steps": num_steps, "total-timesteps": rollouts * rollout}
+    sizes |= {"env-id": TASKS[script].env_id, "seed": seed}
+    if mode in ("sb3", "sbx"):
+        program, sizes = ["sb3_sbx.py", mode, script], sizes | {"batch-size": batch_size}
+    else:
+        sizes |= {"num-minibatches": rollout // batch_size, "update-epochs": EPOCHS[script]}
+        program = ["cleanrl.py", script]
+    options = [f"--{name}={value}" for name, value in sizes.items()]
+    if mode not in ("gymnasium", "envpool"):
+        return [str(peers.absolute()), str(ROOT / "benchmark" / "peers" / program[0]), *program[1:], *options]
+    twin = LEANRL / f"{script}_torchcompile.py"
+    return [sys.executable, str(twin), "--compile", "--no-cuda", f"--env-backend={mode}", *options]
+
+
+def measure(script: str, mode: str, num_envs: int, seed: int, peers: Path | None) -> dict:
+    """The line of a run. Raises RuntimeError where it does not end well."""
+    run = command(script, mode, num_envs, seed, peers)
+    with tempfile.TemporaryDirectory() as name:
+        with Path(name, "out.txt").open("wb") as out, Path(name, "log.txt").open("wb") as log:
+            status = subprocess.run(run, cwd=name, stdout=out, stderr=log).returncode
+        summary = summary_of(Path(name, "out.txt"))
+        if status or not summary or not summary.get("sps"):
+            raise RuntimeError(f"{' '.join(run)}\n{Path(name, 'log.txt').read_text()[-2000:]}")
+    line = {"format": results.FORMAT, "status": "ok", "script": script, "env_id": TASKS[script].env_id}
+    line |= {"mode": mode, "num_envs": num_envs, "seed": seed, "sps": summary["sps"]}
+    return line | provenance(tuple(run[:2]), dict(os.environ), None)
+
+
+def main() -> int:
+    args = tyro.cli(Args)
+    check_names("scripts", args.scripts, SIZES)
+    check_interpreter("peers", args.peers)
+    lines_of_output(args.output, results.check_environments)
+    lines, failed = [], False
+    for seed in range(1, args.rounds + 1):
+        for script in args.scripts:
+            for num_envs in args.num_envs or NUM_ENVS[script]:
+                for mode in list(STEPS) if args.peers else ["gymnasium", "envpool"]:
+                    try:
+                        lines.append(measure(script, mode, num_envs, seed, args.peers))
+                    except RuntimeError as error:
+                        print(error, file=sys.stderr)
+                        failed = True
+                        continue
+                    print(f"{script} {mode} {num_envs}: {lines[-1]['sps']:.0f} steps/s", flush=True)
+                    if args.output:
+                        results.replace(args.output, lines, results.check_environments)
+    print(tables.environments_table(lines))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
