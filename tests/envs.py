@@ -220,8 +220,8 @@ class Careless(gym.Env):
 
     observation_space = Box(-np.inf, np.inf, (2,), np.float32)
 
-    def __init__(self, low: float = -0.5, high: float = 1):
-        self.action_space = Box(low, high, (2,), np.float32)
+    def __init__(self, low: float = -0.5, high: float = 1, size: int = 2):
+        self.action_space = Box(low, high, (size,), np.float32)
         self.given, self.state = [], np.array([-1, 0], np.float32)
 
     def reset(self, *, seed=None, options=None):
@@ -242,7 +242,7 @@ class Faulty(Careless):
     fault, made = None, count()
 
     def __init__(self):
-        super().__init__()
+        super().__init__(size=1)  # of two, products of 2 and of 3 agents differ by rounding
         self.number = next(self.made)
 
     def _or(self, fault: str, value, wrong: float = np.nan):  # "reset": in what is seen next

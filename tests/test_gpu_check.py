@@ -46,7 +46,9 @@ def expected(*scripts: str) -> list[str]:
     def short_runs(mode: str, flags: str) -> list[str]:
         asked = []
         for name in sorted(scripts):
-            env_id = {"ppo_atari_envpool": "Breakout-v5", "dqn": "CartPole-v1"}.get(name, "HalfCheetah-v4")
+            env_id = {"ppo_atari_envpool": "Breakout-v5", "dqn": "CartPole-v1", "ppo": "CartPole-v1"}.get(
+                name, "HalfCheetah-v4"
+            )
             off_policy = "--learning-starts 1000 --total-timesteps 1500"
             steps = "--total-timesteps 4096" if "ppo" in name else off_policy
             command = f"leanrl/{name}_torchcompile.py --env-id {env_id} {steps} {flags}"
@@ -72,8 +74,8 @@ def test_all_parts_are_done_in_order_with_the_compile_caches_of_the_sweep(tmp_pa
     status, printed, notes = check(tmp_path, **makes_code)
     assert status == 0, printed
     order = ["sac_continuous_action", "td3_continuous_action", "ppo_continuous_action", "ppo_atari_envpool"]
-    assert {*order, "dqn"} == {*SCRIPTS}
-    assert notes == expected(*order, "dqn")
+    assert {*order, "dqn", "ppo"} == {*SCRIPTS}
+    assert notes == expected(*order, "dqn", "ppo")
     # They count as warm, and compiled code is there without graphs, too.
     for mode in ("both", "compile", "tf32", "cudagraphs"):
         cache = tmp_path / "out" / "cache" / f"sac_continuous_action-{mode}-HalfCheetah-v4"
