@@ -1,8 +1,8 @@
-"""EnvPool's MuJoCo is Gymnasium's, and a run with it counts, seeds and learns like one with Gymnasium."""
+"""EnvPool's MuJoCo is Gymnasium's, and runs with it are counted and seeded as others are."""
 
 import numpy as np
 import pytest
-from conftest import load
+from conftest import assert_same_numbers, load, run
 
 # How many coordinates of the position, which can be 0, an observation leaves out.
 HIDDEN = {"HalfCheetah": 1, "Hopper": 1, "Walker2d": 1, "Ant": 2, "Humanoid": 2, "InvertedPendulum": 0}
@@ -39,3 +39,30 @@ def test_physics_is_that_of_gymnasium(task, version):
         if ended:
             (obs,), reward, *over, _ = pool.step(action[None])  # only resets
             assert reward == 0 and not np.any(over)
+
+
+@pytest.mark.parametrize(
+    ("name", "env_id"),
+    [("ppo_continuous_action", "InvertedPendulum-v4"), ("ppo_torchcompile", "CartPole-v1")],
+)
+def test_steps_and_episodes_are_counted_and_no_seed_shares_an_environment(name, env_id):
+    """In both an episode of n steps has the return n, but that CartPole counts the step that it falls in."""
+    options = ("--env-id", env_id, "--env-backend", "envpool", "--num-envs", 4, "--num-steps", 64)
+    options += ("--num-minibatches", 2, "--update-epochs", 1, "--total-timesteps", 1000, "--seed")
+    first, again, other = (run(name, *options, seed) for seed in (1, 1, 2))
+    assert_same_numbers(first, again, rtol=0, atol=0)
+    lengths = first["logged"]["charts/episodic_length"]
+    assert len(lengths) > 20
+    for (step, length), (same, total) in zip(lengths, first["logged"]["charts/episodic_return"], strict=True):
+        assert step == same and total in (length, length - 1)
+    rows = first["global_step"] + len(lengths)  # each end is followed by a row that is not valid
+    assert rows - 4 <= first["updates"] // 2 * 256 <= rows
+    seen = [tuple(row) for result in (first, other) for row in result["envs"].reset()[0]]
+    assert len({*seen}) == 8
+
+
+def test_what_envpool_lacks_is_refused_with_what_it_has(refusal):
+    line = refusal("ppo", run, "--env-backend", "envpool", "--env-id", "envs:ScriptedChoices-v0")
+    assert "CartPole-v1" in line and "Acrobot-v1" in line and "Ant-v4" not in line
+    line = refusal("ppo_continuous_action", run, "--env-backend", "envpool", "--env-id", "envs:Scripted-v0")
+    assert "Ant-v4" in line and "Pendulum-v1" in line and "CartPole-v1" not in line

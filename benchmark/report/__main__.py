@@ -24,7 +24,7 @@ MARKED = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTA
 # Kind of table: what makes it, and what a line of its file is.
 TABLES = {
     "speed": (tables.speed_table, results.check_run),
-    "algorithms": (tables.algorithms_table, results.check_run),
+    "algorithms": (lambda lines: tables.algorithms_table([*lines, *many_environments()]), results.check_run),
     "learning": (tables.learning_table, results.check_run),
     "returns": (learning.returns_table, results.check_run),
     "headline": (partial(learning.returns_table, short=True), results.check_run),
@@ -50,6 +50,20 @@ LEARNING_PLOTS = {
     f"returns-{algorithm}": partial(learning.plot_returns_of, algorithm) for algorithm in learning.HEADLINE
 }
 LEARNING_PLOTS |= {"overview": learning.plot_overview}
+
+
+def many_environments() -> list[dict]:
+    """The runs with 64 environments, as those of algorithms: ours with EnvPool count as compiled."""
+    path = RESULTS / "environments.jsonl"
+    lines = results.read(path, results.check_environments) if path.exists() else []
+    runs = [line for line in lines if line["num_envs"] == 64 and line["mode"] != "gymnasium"]
+    modes = {"envpool": "compile"}
+    return [
+        line
+        | {"algorithm": line["script"], "mode": modes.get(line["mode"], line["mode"])}
+        | {"env_id": f"{line['env_id']}, 64 environments (ours: EnvPool's)"}
+        for line in runs
+    ]
 
 
 def render(text: str) -> str:

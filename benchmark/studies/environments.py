@@ -29,12 +29,12 @@ from benchmark.terminal import check_interpreter, check_names, lines_of_output
 # Steps of a rollout and rows of a minibatch with n environments: of continuous actions the defaults with one
 # and what docs/ppo_continuous.md advises for 64, else the defaults' minibatches.
 SIZES = {
-    "ppo_continuous_action": lambda n: (max(32, 2048 // n), max(64, 8 * n)),
+    "ppo_continuous_action": lambda n: (max(32, 2048 // n), max(64, 4 * n)),
     "ppo": lambda n: (128, 32 * n),
 }
 NUM_ENVS = {"ppo_continuous_action": (1, 4, 16, 64, 256), "ppo": (4, 64)}
 EPOCHS = {"ppo_continuous_action": 10, "ppo": 4}
-STEPS = {"gymnasium": 100_000, "envpool": 200_000, "cleanrl": 20_000, "sb3": 20_000, "sbx": 20_000}
+STEPS = {"gymnasium": 60_000, "envpool": 120_000, "cleanrl": 10_000, "sb3": 10_000, "sbx": 10_000}
 
 
 @dataclass
