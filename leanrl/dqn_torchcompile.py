@@ -80,7 +80,7 @@ class Args:
     checkpoint_every: Count | None = None  # agent steps between two checkpoints; the newest two are kept
     resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
     evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: Count | None = None  # evaluate over so many episodes at the end; else 10 at a time
+    eval_episodes: Count | None = None  # episodes of an evaluation, else 10; if given, one is made at the end
     eval_every: Count | None = None  # agent steps between two evaluations; the best agent is kept as best.pt
     log_every: Count = 100  # agent steps between two log entries
     compile: bool = False  # compile the policy and the gradient step with torch.compile
@@ -175,7 +175,8 @@ def save_checkpoint(args: Args, writer: SummaryWriter, state: dict, progress: li
 def load_checkpoint(args: Args) -> dict:
     """Read the checkpoint to resume or evaluate, the newest of a folder; nothing in it is executed."""
     path = Path(args.resume or args.evaluate)
-    file = max(path.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns, default=path)
+    best = path / "best.pt" if (path / "best.pt").exists() else path
+    file = max(path.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns, default=best)
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         args_before = checkpoint["args"]
@@ -481,7 +482,7 @@ if __name__ == "__main__":
     writer = open_logs(args, folder, global_step)
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
-    first_update, saved_step, logged_step = updates, global_step, global_step
+    first_update, saved_step, evaluated = updates, global_step, checkpoint.get("evaluated", global_step)
     host_updates = -1  # [fast 6] gradient steps that the host's parameters have seen
     startup_seconds = time.perf_counter() - START_TIME
     sps, best, sps_start = None, None, (global_step, time.perf_counter())
@@ -529,16 +530,17 @@ if __name__ == "__main__":
                 bar.postfix = f"SPS {sps:.0f}, return {np.mean(returns[-10:]) if returns else math.nan:.1f}"
                 bar.update(global_step - bar.n)
                 progress = [global_step, updates, updates_due, returns]
-                if args.eval_every and global_step // args.eval_every > logged_step // args.eval_every:
-                    pause = time.perf_counter()
-                    scores = evaluate(args, make_env(args), best_action, stopping)
-                    best = best if stopping else keep_best(args, scores, writer, state, progress)
-                    sps_start = sps_start[0], sps_start[1] + time.perf_counter() - pause
-                logged_step = global_step
                 due = global_step - saved_step >= (args.checkpoint_every or math.inf)
                 if due or (last and (args.save_model or args.checkpoint_every)):
-                    save_checkpoint(args, writer, state, progress, buffer=buffer[:global_step].clone())
+                    replay = {"buffer": buffer[:global_step].clone()}
+                    save_checkpoint(args, writer, state, progress, evaluated=evaluated, **replay)
                     saved_step = global_step
+                if args.eval_every and global_step // args.eval_every > evaluated // args.eval_every:
+                    pause = time.perf_counter()
+                    scores = evaluate(args, make_env(args), best_action, stopping)
+                    if not stopping:
+                        best, evaluated = keep_best(args, scores, writer, state, progress), global_step
+                    sps_start = sps_start[0], sps_start[1] + time.perf_counter() - pause
 
     # ---- End -----------------------------------------------------------------------------------------------
     eval_returns = []

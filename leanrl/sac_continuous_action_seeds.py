@@ -83,7 +83,7 @@ class Args:
     checkpoint_every: Count | None = None  # agent steps between two checkpoints; the newest two are kept
     resume: tuple[str, ...] | None = None  # go on with the runs of these checkpoints or folders, one a seed
     evaluate: tuple[str, ...] | None = None  # do not train, evaluate these checkpoints or folders, one a seed
-    eval_episodes: Count | None = None  # evaluate over so many episodes at the end; else 10 at a time
+    eval_episodes: Count | None = None  # episodes of an evaluation, else 10; if given, one is made at the end
     eval_every: Count | None = None  # agent steps between two evaluations; the best agent is kept as best.pt
     log_every: Count = 100  # agent steps between two log entries
     compile: bool = False  # compile the policy and the gradient step with torch.compile
@@ -184,7 +184,8 @@ def save_checkpoint(args: Args, writer: SummaryWriter, state: dict, progress: li
 def load_checkpoint(args: Args) -> dict:
     """Read the checkpoint to resume or evaluate, the newest of a folder; nothing in it is executed."""
     path = Path(args.resume or args.evaluate)
-    file = max(path.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns, default=path)
+    best = path / "best.pt" if (path / "best.pt").exists() else path
+    file = max(path.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns, default=best)
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         args_before = checkpoint["args"]
@@ -606,7 +607,8 @@ if __name__ == "__main__":
     stopping = stop_on_signals()
     # [fast 8] A GPU copies actions to the host while gradient steps are launched.
     actions_arrived = torch.get_device_module(device).Event()
-    first_update, saved_step, logged_step = updates, global_step, global_step
+    first_update, saved_step = updates, global_step
+    evaluated = checkpoints[0].get("evaluated", global_step)
     startup_seconds = time.perf_counter() - START_TIME
     sps, best, sps_start = None, [None] * num_agents, (global_step, time.perf_counter())
     alive, lost = list(range(num_agents)), {}  # [seeds 5] agents with numbers that are not finite
@@ -670,7 +672,14 @@ if __name__ == "__main__":
                 bar.postfix = f"SPS {sps:.0f}, return {np.mean(recent) if recent else math.nan:.1f}"
                 bar.update(global_step - bar.n)
                 progress = [[global_step, updates, updates_due, totals] for totals in returns]  # [seeds 4]
-                if args.eval_every and global_step // args.eval_every > logged_step // args.eval_every:
+                due = global_step - saved_step >= (args.checkpoint_every or math.inf)
+                if due or (last and (args.save_model or args.checkpoint_every)):
+                    for agent in alive:  # [seeds 4]
+                        of_agent = agent_args[agent], writers[agent], states[agent], progress[agent]
+                        replay = {"buffer": buffer[agent, :global_step].clone()}
+                        save_checkpoint(*of_agent, evaluated=evaluated, **replay)
+                    saved_step = global_step
+                if args.eval_every and global_step // args.eval_every > evaluated // args.eval_every:
                     pause = time.perf_counter()
                     for agent in alive:  # [seeds 4]
                         policy = partial(best_action, agent=agent)
@@ -679,13 +688,7 @@ if __name__ == "__main__":
                             of_agent = writers[agent], states[agent], progress[agent]
                             best[agent] = keep_best(agent_args[agent], scores, *of_agent)
                     sps_start = sps_start[0], sps_start[1] + time.perf_counter() - pause
-                logged_step = global_step
-                due = global_step - saved_step >= (args.checkpoint_every or math.inf)
-                if due or (last and (args.save_model or args.checkpoint_every)):
-                    for agent in alive:  # [seeds 4]
-                        of_agent = agent_args[agent], writers[agent], states[agent], progress[agent]
-                        save_checkpoint(*of_agent, buffer=buffer[agent, :global_step].clone())
-                    saved_step = global_step
+                    evaluated = evaluated if stopping else global_step
 
     # ---- End -----------------------------------------------------------------------------------------------
     eval_returns = []
