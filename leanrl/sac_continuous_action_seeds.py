@@ -608,7 +608,7 @@ if __name__ == "__main__":
     # [fast 8] A GPU copies actions to the host while gradient steps are launched.
     actions_arrived = torch.get_device_module(device).Event()
     first_update, saved_step = updates, global_step
-    evaluated = checkpoints[0].get("evaluated", global_step)
+    evaluated = checkpoints[0].get("evaluated", global_step)  # [seeds 4]
     startup_seconds = time.perf_counter() - START_TIME
     sps, best, sps_start = None, [None] * num_agents, (global_step, time.perf_counter())
     alive, lost = list(range(num_agents)), {}  # [seeds 5] agents with numbers that are not finite
@@ -688,7 +688,7 @@ if __name__ == "__main__":
                             of_agent = writers[agent], states[agent], progress[agent]
                             best[agent] = keep_best(agent_args[agent], scores, *of_agent)
                     sps_start = sps_start[0], sps_start[1] + time.perf_counter() - pause
-                    evaluated = evaluated if stopping else global_step
+                    evaluated = evaluated if stopping else global_step  # [seeds 4]
 
     # ---- End -----------------------------------------------------------------------------------------------
     eval_returns = []
