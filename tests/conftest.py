@@ -15,12 +15,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch._dynamo.backends.registry
+import torch._inductor.config
 from envs import ScriptedGames
 from filelock import FileLock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
+# Now: a test that puts sys.modules back would have backends registered twice, which fails.
+torch._dynamo.backends.registry._lazy_import()
 # Two threads that meet after each tiny operation are slow, fifty times so beside a busy process.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the scripts that run as commands
