@@ -1,4 +1,4 @@
-"""What a run is made with: processor, GPU, versions, commit, memory."""
+"""What a run is made with and leaves: processor, GPU, versions, commit, memory, summary."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import re
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGES = ("torch", "tensordict", "gymnasium", "mujoco", "envpool", "stable-baselines3", "sbx-rl", "jax")
@@ -91,3 +92,17 @@ def summary_of(stdout: Path) -> dict | None:
     except (IndexError, ValueError, RecursionError):
         return None
     return summary if isinstance(summary, dict) else None
+
+
+def run_for_summary(command: Sequence[str], folder: Path) -> tuple[dict, float]:
+    """Run a command in a folder; gives its summary, and the most MiB that it held.
+
+    Raises RuntimeError, with the end of its log, where it fails or has no speed.
+    """
+    with (folder / "out.txt").open("wb") as out, (folder / "log.txt").open("wb") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=log)
+        _, status, usage = os.wait4(process.pid, 0)
+    summary = summary_of(folder / "out.txt")
+    if status or not summary or not summary.get("sps"):
+        raise RuntimeError(f"{' '.join(command)}\n{(folder / 'log.txt').read_text()[-2000:]}")
+    return summary, mebibytes(usage.ru_maxrss)

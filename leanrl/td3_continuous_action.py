@@ -147,7 +147,7 @@ def log_losses(writer: SummaryWriter, step: int, losses: dict[str, Tensor]) -> N
 
 
 def save_checkpoint(args: Args, writer: SummaryWriter, state: dict, progress: list, **more) -> None:
-    """Write `<folder>/<step>.pt` and keep the newest two; with an `eval_return` `best.pt`. Whole or not."""
+    """Write `<step>.pt`, whole or not at all, and keep the newest two; with an `eval_return` `best.pt`."""
     writer.flush()  # so that the curves of a run that is killed have no gap
     folder, checkpoint = Path(writer.log_dir), {name: item.state_dict() for name, item in state.items()}
     checkpoint |= {"args": {"script": Path(__file__).stem, **asdict(args)}, "progress": progress, **more}

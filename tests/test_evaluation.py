@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from conftest import OFF_POLICY, SHORT, assert_same_numbers, checkpoints, play, run, world
+from conftest import OFF_POLICY, SEEDS, SHORT, assert_same_numbers, checkpoints, play, run, world
 from envs import Balance
 
+TD3 = "td3_continuous_action_torchcompile"
 EVERY = ("--eval-every", 100, "--eval-episodes", 2)
 
 
@@ -17,9 +18,9 @@ def train(name: str, *args, **options) -> dict:
     return run(name, *world(name, "Balance"), *SHORT[name], *frequent, *args, **options)
 
 
-@pytest.mark.parametrize("name", SHORT)
-def test_evaluation_changes_no_number_and_the_best_agent_is_kept(name, tmp_path):
-    without, evaluated = train(name), train(name, *EVERY, directory=tmp_path)
+@pytest.mark.parametrize(("name", "flags"), [*((name, ()) for name in SHORT), (TD3, ("--compile",))])
+def test_evaluation_changes_no_number_and_the_best_agent_is_kept(name, flags, tmp_path):
+    without, evaluated = train(name, *flags), train(name, *flags, *EVERY, directory=tmp_path)
     assert_same_numbers(without, evaluated, rtol=0, atol=0)
     steps, means = zip(*evaluated["logged"]["charts/eval_return"], strict=True)
     assert [step // 100 for step in steps] == sorted({step // 100 for step in steps}) and len(steps) >= 2
@@ -56,3 +57,16 @@ def test_an_evaluation_that_was_killed_is_made_again(name, tmp_path, monkeypatch
     assert step < gone_on["logged"]["charts/eval_return"][0][0] <= step + 100
     with pytest.raises(SystemExit, match="2"):
         train(name, "--resume", newest.parent / "best.pt", directory=tmp_path)
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_of_many_agents_each_keeps_its_best(name, tmp_path):
+    options = ("--env-id", "envs:Balance-v0", *SHORT[TD3], "--log-every", 50, "--seeds", 1, 2)
+    without, evaluated = run(name, *options), run(name, *options, *EVERY, directory=tmp_path)
+    for first, second in zip(without["states"], evaluated["states"], strict=True):
+        tensors = ({key: item.state_dict() for key, item in state.items()} for state in (first, second))
+        torch.testing.assert_close(*tensors, rtol=0, atol=0)
+    kept = [torch.load(tmp_path / folder / "best.pt")["eval_return"] for folder in evaluated["folders"]]
+    logged = [value for _, value in evaluated["logged"]["charts/eval_return"]]  # one agent, then the other
+    assert evaluated["summary"]["best_eval_return"] == kept
+    assert kept == pytest.approx([max(logged[0::2]), max(logged[1::2])])

@@ -3,16 +3,16 @@
     ./run.sh python -m benchmark.studies.environments [--scripts NAME ...] [--num-envs N ...] [--rounds R]
         [--peers PYTHON] [--output FILE]
 
-Times the twins with --compile and both values of --env-backend and, where there is an interpreter with
-requirements/peers.txt, CleanRL, Stable-Baselines3 and SBX with the same rollouts, minibatches and epochs.
-Everything once, then again, R times. Nothing else may run meanwhile; it takes a quarter of an hour on two
-cores. FILE gets a line a run. docs/benchmark.md shows benchmark/results/environments.jsonl.
+Times the twins with --compile on the CPU, with both values of --env-backend, and, where there is an
+interpreter with requirements/peers.txt, CleanRL, Stable-Baselines3 and SBX with the same rollouts,
+minibatches and epochs. Everything once, then again, R times. Nothing else may run meanwhile; it takes a
+quarter of an hour on two cores. FILE gets a line a run. docs/benchmark.md shows
+benchmark/results/environments.jsonl.
 
 Exit status: 0 all runs are timed, 1 some failed, 2 a bad argument.
 """
 
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from pathlib import Path
 import tyro
 
 from benchmark import LEANRL, ROOT
-from benchmark.machine import provenance, summary_of
+from benchmark.machine import provenance, run_for_summary
 from benchmark.report import results, tables
 from benchmark.sweep.runs import TASKS
 from benchmark.terminal import check_interpreter, check_names, lines_of_output
@@ -52,33 +52,30 @@ class Args:
 
 
 def command(script: str, mode: str, num_envs: int, seed: int, peers: Path | None) -> list[str]:
-    """The command of a run: several whole rollouts, of SBX after the two in which JAX compiles."""
+    """The command of a run of at least four rollouts, of SBX after two more, in which JAX compiles."""
     num_steps, batch_size = SIZES[script](num_envs)
     rollout = num_steps * num_envs
     rollouts = max(4, STEPS[mode] // rollout) + (2 if mode == "sbx" else 0)
     sizes = {"num-envs": num_envs, "num-steps": num_steps, "total-timesteps": rollouts * rollout}
     sizes |= {"env-id": TASKS[script].env_id, "seed": seed}
-    if mode in ("sb3", "sbx"):
-        program, sizes = ["sb3_sbx.py", mode, script], sizes | {"batch-size": batch_size}
+    minibatches = {"num-minibatches": rollout // batch_size, "update-epochs": EPOCHS[script]}
+    if mode in ("gymnasium", "envpool"):
+        program = [sys.executable, LEANRL / f"{script}_torchcompile.py", "--compile", "--no-cuda"]
+        sizes |= minibatches | {"env-backend": mode}
+    elif mode == "cleanrl":
+        program = [peers.absolute(), ROOT / "benchmark" / "peers" / "cleanrl.py", script]
+        sizes |= minibatches
     else:
-        sizes |= {"num-minibatches": rollout // batch_size, "update-epochs": EPOCHS[script]}
-        program = ["cleanrl.py", script]
-    options = [f"--{name}={value}" for name, value in sizes.items()]
-    if mode not in ("gymnasium", "envpool"):
-        return [str(peers.absolute()), str(ROOT / "benchmark" / "peers" / program[0]), *program[1:], *options]
-    twin = LEANRL / f"{script}_torchcompile.py"
-    return [sys.executable, str(twin), "--compile", "--no-cuda", f"--env-backend={mode}", *options]
+        program = [peers.absolute(), ROOT / "benchmark" / "peers" / "sb3_sbx.py", mode, script]
+        sizes |= {"batch-size": batch_size}
+    return [*map(str, program), *(f"--{name}={value}" for name, value in sizes.items())]
 
 
 def measure(script: str, mode: str, num_envs: int, seed: int, peers: Path | None) -> dict:
     """The line of a run. Raises RuntimeError where it does not end well."""
     run = command(script, mode, num_envs, seed, peers)
-    with tempfile.TemporaryDirectory() as name:
-        with Path(name, "out.txt").open("wb") as out, Path(name, "log.txt").open("wb") as log:
-            status = subprocess.run(run, cwd=name, stdout=out, stderr=log).returncode
-        summary = summary_of(Path(name, "out.txt"))
-        if status or not summary or not summary.get("sps"):
-            raise RuntimeError(f"{' '.join(run)}\n{Path(name, 'log.txt').read_text()[-2000:]}")
+    with tempfile.TemporaryDirectory() as folder:
+        summary, _ = run_for_summary(run, Path(folder))
     line = {"format": results.FORMAT, "status": "ok", "script": script, "env_id": TASKS[script].env_id}
     line |= {"mode": mode, "num_envs": num_envs, "seed": seed, "sps": summary["sps"]}
     return line | provenance(tuple(run[:2]), dict(os.environ), None)

@@ -16,7 +16,6 @@ Exit status: 0 all points are timed, 1 some runs failed, 2 a bad argument.
 
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from pathlib import Path
 import tyro
 
 from benchmark import LEANRL, ROOT
-from benchmark.machine import mebibytes, provenance, summary_of
+from benchmark.machine import provenance, run_for_summary
 from benchmark.report import results, tables
 from benchmark.sweep.runs import TASKS
 from benchmark.terminal import check_interpreter, check_names, lines_of_output
@@ -148,12 +147,7 @@ def measure(point: Measurement, peers: Path | None) -> dict:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = point.command(folder, peers)
-        with (folder / "out.txt").open("wb") as out, (folder / "log.txt").open("wb") as log:
-            process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=log)
-            _, status, usage = os.wait4(process.pid, 0)
-        summary = summary_of(folder / "out.txt")
-        if status or not summary or not summary.get("sps"):
-            raise RuntimeError(f"{' '.join(command)}\n{(folder / 'log.txt').read_text()[-2000:]}")
+        summary, memory = run_for_summary(command, folder)
     line = {
         "format": results.FORMAT,
         "status": "ok",
@@ -163,7 +157,7 @@ def measure(point: Measurement, peers: Path | None) -> dict:
         "value": point.value,
     }
     line |= {"sps": summary["sps"], "updates_per_second": summary["sps"] * point.updates_per_step}
-    line |= {"peak_memory_mb": round(mebibytes(usage.ru_maxrss), 1)}
+    line |= {"peak_memory_mb": round(memory, 1)}
     original = PEERS if point.mode == "sbx" else LEANRL / f"{point.script}_torchcompile.py"
     return line | provenance((command[0], str(original)), dict(os.environ), None)
 
