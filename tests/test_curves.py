@@ -69,6 +69,8 @@ def log(runs: Path, seed: int, episodes: int) -> None:
     with SummaryWriter(str(runs / "a_run")) as writer:
         for episode in range(episodes):
             writer.add_scalar("charts/episodic_return", episode, 1000 * (episode + 1), walltime=episode + 1)
+        for step in (50_000, 100_000):
+            writer.add_scalar("charts/eval_return", step / 1000, step)
 
 
 @pytest.fixture
@@ -104,6 +106,7 @@ def test_runs_are_taken_over_as_far_as_they_are(sweep):
     assert lines[0]["hardware"]["gpu"] == "A GPU"
     assert [found["job"] for found in drawn] == [run["job"] for run in lines]
     assert (drawn[0]["step"][-1], drawn[0]["seconds"][-1], len(drawn[0]["step"])) == (200_000, 200.0, 100)
+    assert (drawn[0]["eval_step"], drawn[0]["eval_return"]) == ([50_000, 100_000], [50, 100])
     # Later it has ended, and takes the place of what it was, for good.
     before = (sweep / "results.jsonl").read_bytes()
     results.append(sweep / "results.jsonl", line(9, 700.0, resume="/somewhere/runs/a_run"))
@@ -149,6 +152,21 @@ def test_a_mean_is_drawn_by_steps_and_each_seed_by_time(key, lines, intervals):
     learning.draw(axis, [curve("0", 1000), curve("1", 980), curve("2", 500)], key)
     assert (len(axis.lines), len(axis.collections)) == (lines, intervals)
     assert sorted(axis.get_legend_handles_labels()[1]) == ["LeanRL, 2 seeds", "LeanRL, under way"]
+
+
+def test_evaluations_are_drawn_by_steps_beside_training():
+    evaluated = {"eval_step": [250_000, 750_000], "eval_return": [10.0, 30.0]}
+    curves = [curve(line(seed, None)["job"]) | evaluated for seed in (1, 2)]
+    curves[1] |= {"eval_return": [20.0, 40.0]}
+    for figure in (
+        learning.plot_returns_of(TD3, [line(1, 1.0), line(2, 1.0)], curves),
+        plots.plot_returns([line(1, 1.0), line(2, 1.0)], curves, "step"),
+    ):
+        [drawn] = [found for found in figure.axes[0].lines if "evaluation" in found.get_label()]
+        assert drawn.get_ydata()[[0, -1]].tolist() == [15, 35] and drawn.get_linestyle() == "--"
+        assert drawn.get_xdata()[-1] in (0.75, 750_000)
+    by_time = plots.plot_returns([line(1, 1.0), line(2, 1.0)], curves, "seconds").axes[0].lines
+    assert [found.get_linestyle() for found in by_time] == ["-"]
 
 
 def test_time_for_which_a_run_stood_still_is_left_out():

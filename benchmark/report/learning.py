@@ -23,9 +23,9 @@ import numpy as np
 
 from benchmark import RESULTS
 from benchmark.report import results
-from benchmark.report.plots import panels
+from benchmark.report.plots import draw_evaluations, on_one_grid, panels
 from benchmark.report.tables import by, markdown, packages_and_commits
-from benchmark.sweep.curve import episode_curve, grouped
+from benchmark.sweep.curve import learning_curve
 from benchmark.sweep.runs import MODES, PEERS, SEEDS
 from benchmark.terminal import refuse
 
@@ -221,11 +221,11 @@ def draw(axis, curves: list[dict], key: str) -> None:
             label=labels.pop(curve in through, None),
             **style,
         )
-    low, high = max(curve["step"][0] for curve in through), min(curve["step"][-1] for curve in through)
-    if each or low >= high:
+    if key == "step":
+        draw_evaluations(axis, through, COLOUR, "evaluation", scale)
+    if each or not (found := on_one_grid(through, "step", "episodic_return")):
         return
-    grid = np.linspace(low, high, 100)
-    values = np.stack([np.interp(grid, curve["step"], curve["episodic_return"]) for curve in through])
+    grid, values = found
     axis.plot(grid / scale, values.mean(axis=0), color=COLOUR, linewidth=2, label=seeds)
     axis.fill_between(grid / scale, *interval(values), color=COLOUR, alpha=0.25, linewidth=0)
 
@@ -312,8 +312,8 @@ def unfinished_runs(folder: Path, ended: set[str]) -> Iterator[tuple[dict, dict]
         if job in ended:
             continue
         runs = about.parent
-        episodes = episode_curve(runs, groups=sys.maxsize)
-        if not episodes["step"]:
+        whole = learning_curve(runs, groups=sys.maxsize)
+        if not whole["step"]:
             continue
         made_with = json.loads(about.read_bytes())
         command = made_with.pop("command")
@@ -333,19 +333,16 @@ def unfinished_runs(folder: Path, ended: set[str]) -> Iterator[tuple[dict, dict]
         line |= {
             "script": script,
             "steps": int(given["total-timesteps"]),
-            "total_timesteps": episodes["step"][-1],
+            "total_timesteps": whole["step"][-1],
         }
         line |= {
             "sps": None,
             "startup_seconds": None,
-            "episodic_return": statistics.mean(episodes["episodic_return"][-LAST:]),
+            "episodic_return": statistics.mean(whole["episodic_return"][-LAST:]),
         }
-        columns = ("step", "seconds", "episodic_return")
-        points = [column.round(2).tolist() for column in grouped(*(episodes[key] for key in columns))]
-        curve = {key: line[key] for key in ("format", "sweep", "job")} | dict(
-            zip(columns, points, strict=True)
-        )
-        yield line | made_with, curve | {"gpu_seconds": [], "gpu_utilization": []}
+        curve = {key: line[key] for key in ("format", "sweep", "job")}
+        curve |= learning_curve(runs) | {"gpu_seconds": [], "gpu_utilization": []}
+        yield line | made_with, curve
 
 
 def attempt(about: Path) -> int:

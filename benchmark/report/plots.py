@@ -106,6 +106,25 @@ def plot_speed(lines: list[dict]):
     return figure
 
 
+def on_one_grid(curves: list[dict], step: str, value: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """100 steps that all curves have, and the values of each there, (curves, 100); None if they share none.
+
+    Only there, because a mean over fewer curves would jump.
+    """
+    low, high = max(curve[step][0] for curve in curves), min(curve[step][-1] for curve in curves)
+    if low >= high:
+        return None
+    grid = np.linspace(low, high, 100)
+    return grid, np.stack([np.interp(grid, curve[step], curve[value]) for curve in curves])
+
+
+def draw_evaluations(axis, curves: list[dict], colour: str, text: str, scale: float = 1.0) -> None:
+    """The mean of evaluations against steps, in units of `scale`, dashed, of those curves that have any."""
+    curves = [curve for curve in curves if curve.get("eval_step")]
+    if curves and (found := on_one_grid(curves, "eval_step", "eval_return")):
+        axis.plot(found[0] / scale, found[1].mean(axis=0), "--", color=colour, linewidth=1.5, label=text)
+
+
 def plot_returns(lines: list[dict], curves: list[dict], key: str):
     """Return of training episodes against `key`, step or seconds: mean and range; a panel a task."""
     curve_of = {(curve["sweep"], curve["job"]): curve for curve in curves if len(curve["step"]) > 1}
@@ -121,20 +140,18 @@ def plot_returns(lines: list[dict], curves: list[dict], key: str):
         modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
         for mode in in_order(modes):
             runs = [curve_of[line["sweep"], line["job"]] for line in modes[mode]]
-            # Only where each seed has episodes, for a mean over fewer would jump; and by steps also against
-            # time, of which the mean is taken: a seed that had to compile is through its first episodes when
-            # others are at their end.
-            low, high = max(run["step"][0] for run in runs), min(run["step"][-1] for run in runs)
-            if low >= high:
+            # By steps also against time, of which the mean is taken: a seed that had to compile is through
+            # its first episodes when others are at their end.
+            if not (found := on_one_grid(runs, "step", "episodic_return")):
                 continue
-            grid = np.linspace(low, high, 100)
-            values = np.stack([np.interp(grid, run["step"], run["episodic_return"]) for run in runs])
-            seconds = np.stack([np.interp(grid, run["step"], run["seconds"]) for run in runs])
-            x = grid if key == "step" else seconds.mean(axis=0)
+            grid, values = found
+            x = grid if key == "step" else on_one_grid(runs, "step", "seconds")[1].mean(axis=0)
             axis.plot(x, values.mean(axis=0), color=COLOURS[mode], label=label(mode, modes[mode]))
             axis.fill_between(
                 x, values.min(axis=0), values.max(axis=0), color=COLOURS[mode], alpha=0.2, linewidth=0
             )
+            if key == "step":
+                draw_evaluations(axis, runs, COLOURS[mode], f"{label(mode, modes[mode])}, evaluation")
         axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
         axis.set_xlabel(axis_name)
         axis.set_ylabel("return")

@@ -102,6 +102,9 @@ class Curve(TypedDict):
     step: list[int]
     seconds: list[float]
     episodic_return: list[float]
+    # Evaluations during training, likewise. Missing in files from before there were any.
+    eval_step: NotRequired[list[int]]
+    eval_return: NotRequired[list[float]]
     # GPU utilisation (0 to 1), in at most 100 groups: where each ended, and its mean. Empty without a GPU.
     gpu_seconds: list[float]
     gpu_utilization: list[float]
@@ -306,8 +309,9 @@ def check_run(line: object) -> None:
 def check_curve(line: object) -> None:
     """Raise ValueError, with one line that says why, unless this is a line of curves."""
     check_of(Curve)(line)
-    for keys in (("step", "seconds", "episodic_return"), ("gpu_seconds", "gpu_utilization")):
-        if len({len(line[key]) for key in keys}) > 1:
+    episodes, evaluations = ("step", "seconds", "episodic_return"), ("eval_step", "eval_return")
+    for keys in (episodes, evaluations, ("gpu_seconds", "gpu_utilization")):
+        if len({len(line.get(key, [])) for key in keys}) > 1:
             raise ValueError(f"has lists of several lengths: {', '.join(keys)}")
 
 

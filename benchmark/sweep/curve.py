@@ -30,8 +30,8 @@ def seconds_run(starts: list[float], times: list[float]) -> list[float]:
     return moments.tolist()
 
 
-def episode_curve(runs: Path, groups: int = GROUPS) -> dict[str, list]:
-    """Steps, seconds and returns of the run in a folder `runs`: the columns of a `Curve`, in so many groups.
+def learning_curve(runs: Path, groups: int = GROUPS) -> dict[str, list]:
+    """Returns of the run in a folder `runs`, in training and in evaluation: the columns of a `Curve`.
 
     `starts.txt` there has the Unix times at which the run was started or taken up. What it had done beyond
     the checkpoint from which it was taken up is left out, and returns that are not finite. Of several agents,
@@ -39,18 +39,23 @@ def episode_curve(runs: Path, groups: int = GROUPS) -> dict[str, list]:
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second
 
-    events, folders = [], [path for path in runs.glob("*") if path.is_dir()]
+    events = {"charts/episodic_return": [], "charts/eval_return": []}
+    folders = [path for path in runs.glob("*") if path.is_dir()]
     for folder in folders if len(folders) == 1 else []:
         log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-        if "charts/episodic_return" in log.Tags()["scalars"]:
-            events += log.Scalars("charts/episodic_return")
+        for name in set(events) & set(log.Tags()["scalars"]):
+            events[name] = [event for event in log.Scalars(name) if math.isfinite(event.value)]
+    episodes, evaluations = events.values()
     starts = [float(line) for line in (runs / "starts.txt").read_text().split()]
-    seconds = seconds_run(starts, [event.wall_time for event in events])
-    events = zip(events, seconds, strict=True)
-    finite = [(event.step, second, event.value) for event, second in events if math.isfinite(event.value)]
-    steps, seconds, returns = grouped(*zip(*finite, strict=True) if finite else ([], [], []), groups=groups)
+    columns = [event.step for event in episodes], [event.wall_time for event in episodes]
+    columns = columns[0], seconds_run(starts, columns[1]), [event.value for event in episodes]
+    steps, seconds, returns = grouped(*columns, groups=groups)
+    columns = [event.step for event in evaluations], [event.value for event in evaluations]
+    eval_steps, eval_returns = grouped(*columns, groups=groups)
     return {
         "step": steps.astype(int).tolist(),
         "seconds": seconds.round(2).tolist(),
         "episodic_return": returns.round(2).tolist(),
+        "eval_step": eval_steps.astype(int).tolist(),
+        "eval_return": eval_returns.round(2).tolist(),
     }
