@@ -354,6 +354,8 @@ if __name__ == "__main__":
     several = isinstance(action_space, gym.spaces.MultiDiscrete)
     nvec = np.ravel(action_space.nvec if several else action_space.n).tolist()
     first_action, action_dim = np.ravel(action_space.start), len(nvec)
+    # np.split at each step would take 4 of the 50 us of a step of four environments.
+    score_parts = [slice(end - n, end) for end, n in zip(np.cumsum(nvec).tolist(), nvec, strict=True)]
 
     batch_size = args.num_envs * args.num_steps
     agent = Agent(obs_dim, sum(nvec), device)
@@ -377,8 +379,7 @@ if __name__ == "__main__":
 
     def choose(scores: np.ndarray) -> np.ndarray:
         """The choice of the highest score in each part: (n, len(nvec)) of (n, sum(nvec))."""
-        parts = np.split(scores, np.cumsum(nvec)[:-1], axis=1)
-        return np.stack([part.argmax(axis=1) for part in parts], axis=1)
+        return np.stack([scores[:, part].argmax(axis=1) for part in score_parts], axis=1)
 
     def best_action(obs: np.ndarray) -> np.ndarray:
         """The policy's most likely action at one observation, (obs_dim,), as the environment takes it."""
