@@ -5,16 +5,17 @@
 #                                 table and plots; ARGS are those of `sweep`, such as --profile speed
 #   ./run.sh sweep --help         all options of the benchmark
 #   ./run.sh train NAME [ARGS]    train, e.g. ./run.sh train sac_continuous_action_torchcompile --compile;
-#                                 --help lists the options. It logs into runs/ of this folder
-#   ./run.sh profile NAME [ARGS]  train until a profile has been taken, and print where the time of a step
-#                                 goes; the trace is --trace FILE, by default a new one in profiles/
+#                                 logs to runs/. Without NAME it lists the scripts, NAME --help the options
+#   ./run.sh profile NAME [ARGS]  profile 50 steps of a training run, and print where the time of a step goes;
+#                                 writes a trace to --trace FILE, or to a new file in profiles/
 #   ./run.sh test [ARGS]          run the tests; ARGS go to pytest
-#   ./run.sh peers [ARGS]         the benchmark beside CleanRL, Stable-Baselines3 and SBX; ARGS as for sweep
+#   ./run.sh peers [ARGS]         the benchmark with CleanRL, Stable-Baselines3 and SBX, which it installs
+#                                 into .venv-peers; ARGS as for sweep
 #   ./run.sh report [FOLDER]      the table and plots of a sweep; without FOLDER those of README.md and docs/
 #   ./run.sh python [ARGS]        Python itself, for any other program, such as -m benchmark.studies.scaling
 #
-# Makes .venv and installs what is missing on the first call. PYTHON names another interpreter (3.11 or
-# newer). On an AMD processor all of it runs with MKL's AVX-512 code, which MKL_AS_ON_INTEL=0 turns off
+# The first call creates .venv and installs what is needed. PYTHON names another interpreter (3.11 or newer).
+# On an AMD processor, MKL runs the code that it has for Intel's; MKL_AS_ON_INTEL=0 turns that off
 # (docs/benchmark.md#amd-processors).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"

@@ -439,7 +439,7 @@ def test_what_runs_on_the_device_and_waits_within_a_part_are_counted_once():
 def test_run_sh_tells_how_to_use_it_and_names_the_scripts():
     done = subprocess.run([ROOT / "run.sh", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
-    told = ["sweep --help", "train NAME", "logs into runs/", "profile NAME", "in profiles/", "python [ARGS]"]
+    told = ["sweep --help", "train NAME", "logs to runs/", "profile NAME", "in profiles/", "python [ARGS]"]
     assert [text for text in [*told, "PYTHON names"] if text not in done.stdout] == []
     assert not done.stdout.startswith("#")
     done = subprocess.run([ROOT / "run.sh", "train", "c51"], capture_output=True, text=True)

@@ -130,7 +130,7 @@ def test_variants_have_a_table_of_their_own(sweep):
 
     assert rows() == ["truncation", "both"]
     results.replace(learning.RESULTS / "learning.jsonl", [line(1, 500.0), line(1, 500.0, "Hopper-v4")])
-    assert rows() == ["as it is", "truncation", "both"]
+    assert rows() == ["default", "truncation", "both"]
 
 
 def test_plots_have_a_row_an_environment():

@@ -143,9 +143,9 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
 
 
 def ablation_table(lines: list[dict]) -> str:
-    """Mean return of the last training episodes of each variant, below that of the script as it is."""
+    """Mean return of the last training episodes of each variant, below that of the defaults."""
     path = RESULTS / "learning.jsonl"
-    whole = [line | {"variant": "as it is"} for line in (results.read(path) if path.exists() else [])]
+    whole = [line | {"variant": "default"} for line in (results.read(path) if path.exists() else [])]
     compared = {(line["algorithm"], line["env_id"]) for line in lines}
     lines = [line for line in [*whole, *lines] if (line["algorithm"], line["env_id"]) in compared]
     rows = []

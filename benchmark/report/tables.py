@@ -196,7 +196,7 @@ def algorithms_table(lines: list[dict]) -> str:
         cells = [f"{speed[mode]:,.0f}" if mode in speed else "" for mode in (*others, "eager", "compile")]
         rows.append([f"{algorithm}, {env_id}", *cells, beside])
     header = [LABELS[mode] for mode in (*others, "eager", "compile")]
-    return markdown(["steps/s", *header, "x the best other"], rows)
+    return markdown(["steps/s", *header, "x the best other library"], rows)
 
 
 @by_machine
@@ -207,7 +207,8 @@ def learning_table(lines: list[dict]) -> str:
     for (script, env_id, steps), runs in by(trained, "script", "env_id", "total_timesteps").items():
         last = ", ".join(f"{value:.0f}" for value in of_agents(runs, "episodic_return_10"))
         rows.append([f"{script}, {env_id}", f"{steps:,}", last, mean_return(runs)])
-    return markdown(["", "steps", "return, last 10 episodes, by seed", "last 100, mean of seeds"], rows)
+    returns = ["return, last 10 episodes, by seed", "last 100 (or all), mean of seeds"]
+    return markdown(["", "steps", *returns], rows)
 
 
 def mean_return(runs: list[dict]) -> str:
@@ -238,7 +239,7 @@ def tricks_table(lines: list[dict]) -> str:
         base = first.setdefault(line["title"], line["microseconds"])
         figures = [f"{line['microseconds']:.2f}", f"{line['microseconds'] / base:.2f}" if base > 0.1 else ""]
         rows.append([f"{line['title']}: {line['variant']}", *figures])
-    return markdown(["", "microseconds a call", "x first"], rows)
+    return markdown(["", "microseconds a call", "x the first row"], rows)
 
 
 def cuda_code_table(lines: list[dict]) -> str:
@@ -259,7 +260,7 @@ def cuda_code_table(lines: list[dict]) -> str:
             extern = ", ".join(f"{operation} {calls}" for operation, calls in newest["extern_calls"].items())
             counted = [extern, f"{newest['compiled']} of {newest['kernels']}", str(newest["spilling"])]
         rows.append([f"{script}, {env_id}: {graph}", *launches, *counted])
-    counted = ["other calls", "kernels that compile for sm_90", "that spill registers"]
+    counted = ["other calls", "kernels that compile for sm_90", "kernels that spill registers"]
     header = ["", *(f"Triton launches, torch {version}" for version in versions), *counted]
     errors = {
         f"torch {line['torch']} fails: `{line['error']}`": None for line in lines if not line["generated"]
@@ -312,9 +313,8 @@ def agents_table(lines: list[dict]) -> str:
         beside = ratio(modes["seeds"], modes["processes"]) if modes.keys() >= {"seeds", "processes"} else ""
         rows.append([f"{script}, {agents}", *speeds, beside, *memory])
     names = AGENT_MODES.values()
-    return markdown(
-        ["", *(f"{name}, steps/s" for name in names), "x processes", *(f"{name}, MB" for name in names)], rows
-    )
+    speeds, memories = ([f"{name}, {unit}" for name in names] for unit in ("steps/s", "MB"))
+    return markdown(["", *speeds, "x a process each", *memories], rows)
 
 
 # Columns of the table of environments, and what our two are called there.
@@ -333,7 +333,8 @@ def environments_table(lines: list[dict]) -> str:
         best = max(others, key=lambda runs: statistics.median(line["sps"] for line in runs), default=None)
         beside = [ratio(modes["envpool"], best) if best and "envpool" in modes else ""]
         rows.append([f"{script}, {env_id}, {num_envs}", *speeds, *beside])
-    return markdown(["steps/s", *BACKENDS.values(), "EnvPool x the best other"], rows)
+    header = ["steps/s by number of environments", *BACKENDS.values(), "EnvPool x the best other library"]
+    return markdown(header, rows)
 
 
 @by_machine
@@ -349,7 +350,8 @@ def settings_table(lines: list[dict]) -> str:
                 "" if line[key] is None else f"{line[key]:.1f}" for key in ("cold_seconds", "warm_seconds")
             ]
             rows.append([f"{script}: {line['setting']}", *figures, *startup])
-    header = ["", "us a gradient step", "x first", "in company, us", "x first", "start-up cold, s", "warm, s"]
+    header = ["", "us a gradient step", "x the first row", "beside a busy process, us", "x the first row"]
+    header += ["start-up cold, s", "warm, s"]
     return markdown(header, rows)
 
 
