@@ -221,14 +221,15 @@ def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) ->
     return returns
 
 
-def keep_best(args: Args, returns: list[float], writer: SummaryWriter, state: dict, progress: list) -> float:
+def keep_best(args: Args, returns: list, writer: SummaryWriter, state: dict, progress: list) -> float | None:
     """Log the mean return of an evaluation, and keep the best agent as `best.pt`: gives that one's mean."""
     file, mean = Path(writer.log_dir, "best.pt"), float(np.mean(returns))
     writer.add_scalar("charts/eval_return", mean, progress[0])
-    best = torch.load(file, map_location="cpu")["eval_return"] if file.exists() else -math.inf
-    if mean > best:
+    best = torch.load(file, map_location="cpu")["eval_return"] if file.exists() else None
+    if math.isfinite(mean) and (best is None or mean > best):
         save_checkpoint(args, writer, state, progress, eval_return=mean)
-    return max(mean, best)
+        return mean
+    return best
 
 
 # ---- Environment -------------------------------------------------------------------------------------------

@@ -127,6 +127,7 @@ WRONG = [
     (1, {"step": [1, "x"]}, "step.1: Input should be a valid integer"),
     (1, {"seconds": [1.0]}, "has lists of several lengths: step, seconds"),
     (1, {"gpu_utilization": [0.5]}, "has lists of several lengths: gpu_seconds"),
+    (1, {"eval_step": [1]}, "has lists of several lengths: eval_step, eval_return"),
     (2, {"triton_launches": "3"}, "triton_launches"),
     (2, {"compiled": 1}, "has kernels that neither compile nor have an error"),
 ]

@@ -69,8 +69,8 @@ def log(runs: Path, seed: int, episodes: int) -> None:
     with SummaryWriter(str(runs / "a_run")) as writer:
         for episode in range(episodes):
             writer.add_scalar("charts/episodic_return", episode, 1000 * (episode + 1), walltime=episode + 1)
-        for step in (50_000, 100_000):
-            writer.add_scalar("charts/eval_return", step / 1000, step)
+        for step, value in ((50_000, 50.0), (100_000, 100.0), (150_000, float("nan"))):
+            writer.add_scalar("charts/eval_return", value, step)
 
 
 @pytest.fixture
@@ -155,18 +155,21 @@ def test_a_mean_is_drawn_by_steps_and_each_seed_by_time(key, lines, intervals):
 
 
 def test_evaluations_are_drawn_by_steps_beside_training():
-    evaluated = {"eval_step": [250_000, 750_000], "eval_return": [10.0, 30.0]}
-    curves = [curve(line(seed, None)["job"]) | evaluated for seed in (1, 2)]
-    curves[1] |= {"eval_return": [20.0, 40.0]}
-    for figure in (
-        learning.plot_returns_of(TD3, [line(1, 1.0), line(2, 1.0)], curves),
-        plots.plot_returns([line(1, 1.0), line(2, 1.0)], curves, "step"),
-    ):
-        [drawn] = [found for found in figure.axes[0].lines if "evaluation" in found.get_label()]
+    """Of the seeds that have two or more."""
+    runs = [line(seed, 1.0) for seed in (1, 2, 3, 4)]
+    curves = [curve(run["job"]) for run in runs]
+    curves[0] |= {"eval_step": [250_000, 750_000], "eval_return": [10.0, 30.0]}
+    curves[1] |= {"eval_step": [250_000, 750_000], "eval_return": [20.0, 40.0]}
+    curves[2] |= {"eval_step": [500_000], "eval_return": [50.0]}
+    by_step, by_time = learning.plot_returns_of(TD3, runs, curves).axes
+    figures = (plots.plot_returns(runs, curves, key) for key in ("step", "seconds"))
+    of_sweep, of_sweep_by_time = (figure.axes[0] for figure in figures)
+    for axis, last in ((by_step, 0.75), (of_sweep, 750_000)):
+        [drawn] = [found for found in axis.lines if "evaluation of 2 seeds" in found.get_label()]
         assert drawn.get_ydata()[[0, -1]].tolist() == [15, 35] and drawn.get_linestyle() == "--"
-        assert drawn.get_xdata()[-1] in (0.75, 750_000)
-    by_time = plots.plot_returns([line(1, 1.0), line(2, 1.0)], curves, "seconds").axes[0].lines
-    assert [found.get_linestyle() for found in by_time] == ["-"]
+        assert drawn.get_xdata()[-1] == last
+    for axis in (by_time, of_sweep_by_time):
+        assert not any("evaluation" in found.get_label() for found in axis.lines)
 
 
 def test_time_for_which_a_run_stood_still_is_left_out():

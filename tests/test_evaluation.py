@@ -1,10 +1,13 @@
 """Evaluation along the way: it changes no number of the run, keeps the best agent, and is not lost."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
-from conftest import OFF_POLICY, SEEDS, SHORT, assert_same_numbers, checkpoints, play, run, world
+from conftest import OFF_POLICY, SEEDS, SHORT, assert_same_numbers, checkpoints, load, play, run, world
 from envs import Balance
+from torch.utils.tensorboard import SummaryWriter
 
 TD3 = "td3_continuous_action_torchcompile"
 EVERY = ("--eval-every", 100, "--eval-episodes", 2)
@@ -57,6 +60,14 @@ def test_an_evaluation_that_was_killed_is_made_again(name, tmp_path, monkeypatch
     assert step < gone_on["logged"]["charts/eval_return"][0][0] <= step + 100
     with pytest.raises(SystemExit, match="2"):
         train(name, "--resume", newest.parent / "best.pt", directory=tmp_path)
+
+
+def test_a_mean_that_is_not_finite_is_never_the_best(tmp_path):
+    keep_best, args = load(TD3)["keep_best"], load(TD3)["Args"]()
+    with SummaryWriter(str(tmp_path)) as writer:
+        means = (math.nan, 3.0, math.nan, math.inf, 2.0, 5.0)
+        best = [keep_best(args, [mean], writer, {}, [step, 0, []]) for step, mean in enumerate(means)]
+    assert best == [None, 3, 3, 3, 3, 5]
 
 
 @pytest.mark.parametrize("name", SEEDS)

@@ -56,6 +56,9 @@ returns = [*(step / 2 for step in range(1, 251)), float("inf")]
 for step, value in list(enumerate(returns, start=1))[first:]:
     scalar = Summary.Value(tag="charts/episodic_return", simple_value=value)
     writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=[scalar])))
+    if step % 50 == 0:
+        scalar = Summary.Value(tag="charts/eval_return", simple_value=value)
+        writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=[scalar])))
     if every := int(options.get("checkpoint-every", 0)):
         with (here / "steps.txt").open("a") as steps:
             steps.write(f"{step}\\n")
@@ -145,6 +148,7 @@ def house(tmp_path):
 
 def assert_nothing_is_missing_or_twice(curve: dict, least_seconds: float = 0) -> None:
     """Of 250 episodes the first 50 groups have three: the means of 1, 2, 3 and of 249 and 250, halved."""
+    assert curve["eval_step"] == [50, 100, 150, 200, 250] == [2 * value for value in curve["eval_return"]]
     assert curve["step"] == [*range(3, 151, 3), *range(152, 251, 2)]
     assert (curve["episodic_return"][0], curve["episodic_return"][-1]) == (1.0, 124.75)
     assert curve["seconds"] == sorted(curve["seconds"])

@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import statistics
-import sys
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
@@ -25,7 +24,7 @@ from benchmark import RESULTS
 from benchmark.report import results
 from benchmark.report.plots import draw_evaluations, on_one_grid, panels
 from benchmark.report.tables import by, markdown, packages_and_commits
-from benchmark.sweep.curve import learning_curve
+from benchmark.sweep.curve import in_groups, logged
 from benchmark.sweep.runs import MODES, PEERS, SEEDS
 from benchmark.terminal import refuse
 
@@ -221,13 +220,12 @@ def draw(axis, curves: list[dict], key: str) -> None:
             label=labels.pop(curve in through, None),
             **style,
         )
+    if not each and (found := on_one_grid(through, "step", "episodic_return")):
+        grid, values = found
+        axis.plot(grid / scale, values.mean(axis=0), color=COLOUR, linewidth=2, label=seeds)
+        axis.fill_between(grid / scale, *interval(values), color=COLOUR, alpha=0.25, linewidth=0)
     if key == "step":
         draw_evaluations(axis, through, COLOUR, "evaluation", scale)
-    if each or not (found := on_one_grid(through, "step", "episodic_return")):
-        return
-    grid, values = found
-    axis.plot(grid / scale, values.mean(axis=0), color=COLOUR, linewidth=2, label=seeds)
-    axis.fill_between(grid / scale, *interval(values), color=COLOUR, alpha=0.25, linewidth=0)
 
 
 def mark(axis, algorithm: str, env_id: str, key: str) -> None:
@@ -312,7 +310,7 @@ def unfinished_runs(folder: Path, ended: set[str]) -> Iterator[tuple[dict, dict]
         if job in ended:
             continue
         runs = about.parent
-        whole = learning_curve(runs, groups=sys.maxsize)
+        whole = logged(runs)
         if not whole["step"]:
             continue
         made_with = json.loads(about.read_bytes())
@@ -341,7 +339,7 @@ def unfinished_runs(folder: Path, ended: set[str]) -> Iterator[tuple[dict, dict]
             "episodic_return": statistics.mean(whole["episodic_return"][-LAST:]),
         }
         curve = {key: line[key] for key in ("format", "sweep", "job")}
-        curve |= learning_curve(runs) | {"gpu_seconds": [], "gpu_utilization": []}
+        curve |= in_groups(whole) | {"gpu_seconds": [], "gpu_utilization": []}
         yield line | made_with, curve
 
 

@@ -119,10 +119,12 @@ def on_one_grid(curves: list[dict], step: str, value: str) -> tuple[np.ndarray, 
 
 
 def draw_evaluations(axis, curves: list[dict], colour: str, text: str, scale: float = 1.0) -> None:
-    """The mean of evaluations against steps, in units of `scale`, dashed, of those curves that have any."""
-    curves = [curve for curve in curves if curve.get("eval_step")]
+    """The mean of evaluations against steps, in units of `scale`, dashed, of curves that have two or more."""
+    curves = [curve for curve in curves if len(curve.get("eval_step", [])) > 1]
     if curves and (found := on_one_grid(curves, "eval_step", "eval_return")):
-        axis.plot(found[0] / scale, found[1].mean(axis=0), "--", color=colour, linewidth=1.5, label=text)
+        grid, values = found[0] / scale, found[1].mean(axis=0)
+        text += f" of {len(curves)} seed{'s' * (len(curves) > 1)}"
+        axis.plot(grid, values, "--", color=colour, linewidth=1.5, label=text)
 
 
 def plot_returns(lines: list[dict], curves: list[dict], key: str):
@@ -140,11 +142,11 @@ def plot_returns(lines: list[dict], curves: list[dict], key: str):
         modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
         for mode in in_order(modes):
             runs = [curve_of[line["sweep"], line["job"]] for line in modes[mode]]
-            # By steps also against time, of which the mean is taken: a seed that had to compile is through
-            # its first episodes when others are at their end.
             if not (found := on_one_grid(runs, "step", "episodic_return")):
                 continue
             grid, values = found
+            # Against time, too, means are by steps: a seed that had to compile is through its first episodes
+            # when others are at their end.
             x = grid if key == "step" else on_one_grid(runs, "step", "seconds")[1].mean(axis=0)
             axis.plot(x, values.mean(axis=0), color=COLOURS[mode], label=label(mode, modes[mode]))
             axis.fill_between(

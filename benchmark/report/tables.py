@@ -239,7 +239,7 @@ def tricks_table(lines: list[dict]) -> str:
         base = first.setdefault(line["title"], line["microseconds"])
         figures = [f"{line['microseconds']:.2f}", f"{line['microseconds'] / base:.2f}" if base > 0.1 else ""]
         rows.append([f"{line['title']}: {line['variant']}", *figures])
-    return markdown(["", "microseconds a call", "x the first row"], rows)
+    return markdown(["", "microseconds a call", "x the first of its name"], rows)
 
 
 def cuda_code_table(lines: list[dict]) -> str:
@@ -350,9 +350,13 @@ def settings_table(lines: list[dict]) -> str:
                 "" if line[key] is None else f"{line[key]:.1f}" for key in ("cold_seconds", "warm_seconds")
             ]
             rows.append([f"{script}: {line['setting']}", *figures, *startup])
-    header = ["", "us a gradient step", "x the first row", "beside a busy process, us", "x the first row"]
-    header += ["start-up cold, s", "warm, s"]
-    return markdown(header, rows)
+    times = [
+        "us a gradient step",
+        "x the script's first",
+        "beside a busy process, us",
+        "x the script's first",
+    ]
+    return markdown(["", *times, "start-up cold, s", "warm, s"], rows)
 
 
 # What the axes of benchmark.studies.scaling are called, and what costs along them.

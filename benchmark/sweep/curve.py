@@ -8,9 +8,9 @@ import numpy as np
 GROUPS = 100  # points of a curve, at most
 
 
-def grouped(*columns: list[float], groups: int = GROUPS) -> list[np.ndarray]:
-    """Columns of one length in so many groups at most: their last values, of the last column their means."""
-    *ends, means = [np.array_split(np.asarray(column), min(groups, len(column)) or 1) for column in columns]
+def grouped(*columns: list[float]) -> list[np.ndarray]:
+    """Columns of one length in at most 100 groups: their last values, of the last column their means."""
+    *ends, means = [np.array_split(np.asarray(column), min(GROUPS, len(column)) or 1) for column in columns]
     if not len(columns[0]):
         return [np.array([]) for _ in columns]
     last = [np.array([group[-1] for group in column]) for column in ends]
@@ -30,8 +30,8 @@ def seconds_run(starts: list[float], times: list[float]) -> list[float]:
     return moments.tolist()
 
 
-def learning_curve(runs: Path, groups: int = GROUPS) -> dict[str, list]:
-    """Returns of the run in a folder `runs`, in training and in evaluation: the columns of a `Curve`.
+def logged(runs: Path) -> dict[str, list]:
+    """All returns that the run in a folder `runs` has logged: the columns of a `Curve`, not yet in groups.
 
     `starts.txt` there has the Unix times at which the run was started or taken up. What it had done beyond
     the checkpoint from which it was taken up is left out, and returns that are not finite. Of several agents,
@@ -39,23 +39,26 @@ def learning_curve(runs: Path, groups: int = GROUPS) -> dict[str, list]:
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second
 
-    events = {"charts/episodic_return": [], "charts/eval_return": []}
-    folders = [path for path in runs.glob("*") if path.is_dir()]
+    folders, episodes, evaluations = [path for path in runs.glob("*") if path.is_dir()], [], []
     for folder in folders if len(folders) == 1 else []:
         log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-        for name in set(events) & set(log.Tags()["scalars"]):
-            events[name] = [event for event in log.Scalars(name) if math.isfinite(event.value)]
-    episodes, evaluations = events.values()
+        for name, events in {"episodic_return": episodes, "eval_return": evaluations}.items():
+            if f"charts/{name}" in log.Tags()["scalars"]:
+                events += [event for event in log.Scalars(f"charts/{name}") if math.isfinite(event.value)]
     starts = [float(line) for line in (runs / "starts.txt").read_text().split()]
-    columns = [event.step for event in episodes], [event.wall_time for event in episodes]
-    columns = columns[0], seconds_run(starts, columns[1]), [event.value for event in episodes]
-    steps, seconds, returns = grouped(*columns, groups=groups)
-    columns = [event.step for event in evaluations], [event.value for event in evaluations]
-    eval_steps, eval_returns = grouped(*columns, groups=groups)
     return {
-        "step": steps.astype(int).tolist(),
-        "seconds": seconds.round(2).tolist(),
-        "episodic_return": returns.round(2).tolist(),
-        "eval_step": eval_steps.astype(int).tolist(),
-        "eval_return": eval_returns.round(2).tolist(),
+        "step": [event.step for event in episodes],
+        "seconds": seconds_run(starts, [event.wall_time for event in episodes]),
+        "episodic_return": [event.value for event in episodes],
+        "eval_step": [event.step for event in evaluations],
+        "eval_return": [event.value for event in evaluations],
     }
+
+
+def in_groups(returns: dict[str, list]) -> dict[str, list]:
+    """What `logged` gives in at most 100 groups of training episodes, and of evaluations."""
+    curve = {}
+    for names in (("step", "seconds", "episodic_return"), ("eval_step", "eval_return")):
+        columns = grouped(*(returns[name] for name in names))
+        curve |= {name: column.round(2).tolist() for name, column in zip(names, columns, strict=True)}
+    return curve

@@ -24,7 +24,7 @@ import numpy as np
 import pynvml
 
 from benchmark.machine import children_usage, provenance, summary_of
-from benchmark.sweep.curve import grouped, learning_curve
+from benchmark.sweep.curve import grouped, in_groups, logged
 
 SAMPLE_SECONDS = 0.5
 SAVE_SECONDS = 25  # for a last checkpoint; the sweep waits longer, Slurm kills after 30
@@ -225,7 +225,7 @@ def run_job(folder: Path) -> None:
     else:
         outcome |= {"status": "ok", "cold_start": cold_start, **gpu.totals(training_seconds(summary))}
         outcome |= {"runs_per_gpu": job.runs_per_gpu, "resumed": resumed, "summary": summary}
-        outcome["curve"] = learning_curve(runs) | gpu.curve(start)
+        outcome["curve"] = in_groups(logged(runs)) | gpu.curve(start)
         for path in checkpoints(runs)[:-1]:  # each may have a replay buffer
             path.unlink()
     new = folder / "outcome.json.new"
