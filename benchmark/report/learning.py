@@ -303,9 +303,8 @@ def unfinished_runs(folder: Path, ended: set[str]) -> Iterator[tuple[dict, dict]
     are made with are left out.
     """
     sweep = json.loads((folder / "sweep.json").read_bytes())
-    last = {
-        about.parts[-4]: about for about in sorted((folder / "jobs").glob("*/*/runs/about.json"), key=attempt)
-    }
+    files = sorted((folder / "jobs").glob("*/*/runs/about.json"), key=attempt)
+    last = {about.parts[-4]: about for about in files}
     for job, about in last.items():
         if job in ended:
             continue
@@ -320,24 +319,11 @@ def unfinished_runs(folder: Path, ended: set[str]) -> Iterator[tuple[dict, dict]
         algorithm = script.removesuffix("_torchcompile")
         flags = tuple(part for part in command if part in ("--compile", "--cudagraphs"))
         mode = next(name for name, how in MODES.items() if how == (script.removeprefix(algorithm), flags))
-        line = {
-            "format": results.FORMAT,
-            "sweep": sweep["id"],
-            "job": job,
-            "attempts": attempt(about),
-            "status": "ok",
-        }
-        line |= {"algorithm": algorithm, "mode": mode, "env_id": given["env-id"], "seed": int(given["seed"])}
-        line |= {
-            "script": script,
-            "steps": int(given["total-timesteps"]),
-            "total_timesteps": whole["step"][-1],
-        }
-        line |= {
-            "sps": None,
-            "startup_seconds": None,
-            "episodic_return": statistics.mean(whole["episodic_return"][-LAST:]),
-        }
+        line = {"format": results.FORMAT, "sweep": sweep["id"], "job": job, "attempts": attempt(about)}
+        line |= {"status": "ok", "algorithm": algorithm, "mode": mode, "script": script}
+        line |= {"env_id": given["env-id"], "seed": int(given["seed"]), "sps": None, "startup_seconds": None}
+        line |= {"steps": int(given["total-timesteps"]), "total_timesteps": whole["step"][-1]}
+        line["episodic_return"] = statistics.mean(whole["episodic_return"][-LAST:])
         curve = {key: line[key] for key in ("format", "sweep", "job")}
         curve |= in_groups(whole) | {"gpu_seconds": [], "gpu_utilization": []}
         yield line | made_with, curve
