@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -188,6 +189,14 @@ def test_ablations_fit_the_scripts():
     assert diffs
     for path in diffs:
         subprocess.run(["git", "apply", "--check", path], cwd=ROOT, check=True)
+
+
+def test_the_example_of_a_change_fits_the_scripts():
+    blocks = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "changing.md").read_text(), flags=re.DOTALL)
+    for name, block in zip(("dqn", "dqn_torchcompile"), blocks, strict=True):
+        lines = (ROOT / "leanrl" / f"{name}.py").read_text().splitlines()
+        stands = [line[1:] for line in block.splitlines() if re.match("[ -] ", line)]
+        assert stands and [line for line in stands if lines.count(line) != 1] == []
 
 
 @pytest.mark.parametrize("script", scaling.DEFAULTS)
