@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import EACH_STEP, TWINS, changed, having, load, play
 from torch import nn
-from torch.distributions import Normal
+from torch.distributions import Categorical, Normal
 
 CPU = torch.device("cpu")
 
@@ -89,6 +89,16 @@ def test_log_std_stays_in_its_range_and_saturated_actions_have_finite_log_prob(s
     torch.testing.assert_close(log_prob, expected.sum(1))
     log_prob.sum().backward()
     assert mean.grad.isfinite().all() and log_std.grad.isfinite().all()
+
+
+@each_script("nvec: list[int]")
+def test_an_action_of_several_parts_has_their_log_probs_and_entropies(script):
+    nvec, logits = [3, 4], torch.randn(20, 7)
+    actions = torch.stack([torch.randint(n, (20,)) for n in nvec], dim=1)
+    parts = [Categorical(logits=part) for part in logits.split(nvec, dim=1)]
+    log_prob = sum(part.log_prob(action) for part, action in zip(parts, actions.unbind(1), strict=True))
+    found = script["categorical_log_prob"](actions.float(), logits, nvec)
+    torch.testing.assert_close(found, (log_prob, sum(part.entropy() for part in parts)))
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from conftest import DQN, OFF_POLICY, SCRIPTS, SHORT, TWINS, checkpoints, cli, curves, play, start
+from conftest import DQN, OFF_POLICY, SCRIPTS, SHORT, TWINS, checkpoints, cli, curves, instances, play, start
 from envs import Bytes, Scripted, episode_end, game_rows, scripted_rows
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import nn, optim
@@ -98,7 +98,11 @@ def test_a_run_goes_on_from_what_was_saved(name, tmp_path):
     begin, on = before["global_step"], go_on(name, 500, path)
     end, logged = on["global_step"], on["logged"]
     assert begin + 100 < end <= 500
-    assert on["sequence"].entropy == [1, begin]  # other numbers are drawn from here on
+    # Other numbers are drawn from here on, by PyTorch and by the environments.
+    first = np.random.SeedSequence([1, 0]).generate_state(4).tolist()
+    assert on["sequence"].entropy == [1, begin] and torch.initial_seed() not in {1, *first}
+    seeds = ({seed for env in instances(result) for seed in env.seeds} - {None} for result in (before, on))
+    assert not set.intersection(*seeds)
     if name in OFF_POLICY:  # as many gradient steps as in one run, and rows where they would be
         assert on["updates"] == ((end - 101) // 7 if name in DQN else math.ceil(0.7 * (end - 101)))
         rows = (on["buffer"] != before["buffer"]).any(dim=1).nonzero().flatten().tolist()

@@ -55,7 +55,10 @@ def test_an_evaluation_that_was_killed_is_made_again(name, tmp_path, monkeypatch
     [*_, newest] = checkpoints(tmp_path)
     step = int(newest.stem)
     assert step // 100 == 2  # that of the evaluation
+    better = torch.load(newest.parent / "best.pt") | {"eval_return": 1e9}
+    torch.save(better, newest.parent / "best.pt")
     gone_on = train(name, *EVERY, *longer, "--resume", newest.parent, directory=tmp_path)
+    assert torch.load(newest.parent / "best.pt")["eval_return"] == 1e9  # the best of the whole run
     # The next log entry or rollout has it.
     assert step < gone_on["logged"]["charts/eval_return"][0][0] <= step + 100
     with pytest.raises(SystemExit, match="2"):

@@ -7,7 +7,7 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import ACTOR_CRITIC, DQN, EACH_STEP, OFF_POLICY, changed, instances, run, world
+from conftest import ACTOR_CRITIC, DQN, EACH_STEP, OFF_POLICY, SEEDS, changed, instances, run, world
 from envs import Bytes, observation, scripted_rows
 from torch import Tensor
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
@@ -123,6 +123,20 @@ def test_the_share_of_random_actions_changes_while_it_runs(name, begin, end, fra
     assert result["shares"] == pytest.approx([begin + (end - begin) * share for share in done])
 
 
+@pytest.mark.parametrize("name", [*OFF_POLICY, *SEEDS])
+def test_targets_begin_as_their_networks_and_alpha_at_1(name):
+    """Seen where nothing moves: with a learning rate and a tau of 0."""
+    rates = ("--policy-lr", 0, "--q-lr", 0) if name.startswith("sac") else ("--learning-rate", 0)
+    fixed = ("--batch-size", 4, "--learning-starts", 10, "--total-timesteps", 20, "--tau", 0)
+    result = run(name, *world(name, "Scripted"), *fixed, *(EACH_STEP if name in DQN else ()), *rates)
+    targets = {"critic_target": "critic", "actor_target": "actor", "target_network": "q_network"}
+    found = [(result[target], result[network]) for target, network in targets.items() if target in result]
+    assert found
+    for target, network in found:
+        torch.testing.assert_close(target.state_dict(), network.state_dict(), rtol=0, atol=0)
+    assert not name.startswith("sac") or (result["log_alpha"] == 0).all()
+
+
 # ---- How many gradient steps -------------------------------------------------------------------------------
 @pytest.mark.parametrize(("num_envs", "updates_per_step", "updates", "of_the_actor"), OFTEN)
 @actor_critic
@@ -131,6 +145,14 @@ def test_number_of_gradient_steps(name, num_envs, updates_per_step, updates, of_
     assert result["updates"] == conftest.gradient_steps(result, "critic_optimizer") == updates
     times = 3 if name.startswith("sac") else 1  # SAC makes up for the steps left out
     assert conftest.gradient_steps(result, "actor_optimizer") == of_the_actor * times
+
+
+@pytest.mark.parametrize("name", [name for name in ACTOR_CRITIC if name.startswith("sac")])
+def test_targets_of_sac_have_their_turns(name):
+    asked = "obs = update_critic(with_target)"
+    with changed(name, asked, f'globals().setdefault("asked", []).append(with_target); {asked}'):
+        result = fresh(name, 1, "--target-network-frequency", 3)
+    assert result["asked"] == [index % 3 == 0 for index in range(result["updates"])]
 
 
 @pytest.mark.parametrize(("num_envs", "train_frequency", "every"), FREQUENCIES)

@@ -139,6 +139,21 @@ def test_policy_acts_at_what_it_sees(name):
     assert means.std() > 0.5
     assert abs(noise.mean()) < 4 / noise.size**0.5
     assert abs(noise.std() - 1) < 4 / (2 * noise.size) ** 0.5
+    assert abs((noise[:, 0] * noise[:, 1]).mean()) < 4 / noise[:, 0].size ** 0.5  # not the same noise
+
+
+@pytest.mark.parametrize("name", having("Gumbel"))
+def test_choices_are_draws_from_the_softmax_of_each_environment_its_own(name):
+    with changed(name, "std=0.01)", "std=2.0)"):
+        result = fresh(name, (3, 500, 1500), "--learning-rate", 0)
+    with torch.no_grad():
+        logits = result["agent"].actor(torch.from_numpy(result["rollout_obs"][:-1]))
+    probabilities, choices = logits.softmax(2), torch.from_numpy(result["rollout_actions"][:-1, :, 0]).long()
+    errors = torch.nn.functional.one_hot(choices, logits.shape[2]) - probabilities
+    assert probabilities.std() > 0.1
+    assert (errors.sum((0, 1)).abs() < 4 * (probabilities * (1 - probabilities)).sum((0, 1)).sqrt()).all()
+    products = (errors[:, 0] * errors[:, 1]).sum(1)
+    assert products.mean().abs() < 4 * products.std() / 500**0.5
 
 
 @pytest.mark.parametrize("name", having("class Games"))
