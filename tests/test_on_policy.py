@@ -9,7 +9,7 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import ON_POLICY, changed, gradient_steps, having, instances, load, numbers, play
+from conftest import ON_POLICY, changed, gradient_steps, having, instances, load, numbers, play, run
 from envs import Row, game_rows, scripted_rows
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Normal
@@ -144,12 +144,16 @@ def test_policy_acts_at_what_it_sees(name):
 
 @pytest.mark.parametrize("name", having("Gumbel"))
 def test_choices_are_draws_from_the_softmax_of_each_environment_its_own(name):
+    """Here of the second part of an action, one of four. (Of two, noise of the other sign has the same ones.)"""
+    sizes = ("--num-envs", 3, "--num-steps", 500, "--total-timesteps", 1500, "--learning-rate", 0)
     with changed(name, "std=0.01)", "std=2.0)"):
-        result = fresh(name, (3, 500, 1500), "--learning-rate", 0)
+        result = run(name, "--env-id", "envs:Codes-v0", *sizes)
     with torch.no_grad():
-        logits = result["agent"].actor(torch.from_numpy(result["rollout_obs"][:-1]))
-    probabilities, choices = logits.softmax(2), torch.from_numpy(result["rollout_actions"][:-1, :, 0]).long()
-    errors = torch.nn.functional.one_hot(choices, logits.shape[2]) - probabilities
+        probabilities = (
+            result["agent"].actor(torch.from_numpy(result["rollout_obs"][:-1]))[..., 3:].softmax(2)
+        )
+    choices = torch.from_numpy(result["rollout_actions"][:-1, :, 1]).long()
+    errors = torch.nn.functional.one_hot(choices, 4) - probabilities
     assert probabilities.std() > 0.1
     assert (errors.sum((0, 1)).abs() < 4 * (probabilities * (1 - probabilities)).sum((0, 1)).sqrt()).all()
     products = (errors[:, 0] * errors[:, 1]).sum(1)
