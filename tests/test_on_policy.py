@@ -144,9 +144,9 @@ def test_policy_acts_at_what_it_sees(name):
 
 @pytest.mark.parametrize("name", having("Gumbel"))
 def test_choices_are_draws_from_the_softmax_of_each_environment_its_own(name):
-    """Here of the second part of an action, one of four. (Of two, noise of the other sign has the same ones.)"""
+    """Of the second part of an action, one of four: of two, noise of the other sign has the same draws."""
     sizes = ("--num-envs", 3, "--num-steps", 500, "--total-timesteps", 1500, "--learning-rate", 0)
-    with changed(name, "std=0.01)", "std=2.0)"):
+    with changed(name, "std=0.01)", "std=8.0)"):
         result = run(name, "--env-id", "envs:Codes-v0", *sizes)
     with torch.no_grad():
         probabilities = (
