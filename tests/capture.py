@@ -9,6 +9,7 @@ refused. Not as on a GPU, the host's tensors pass for the device's, and a captur
 """
 
 import gc
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -131,9 +132,10 @@ class Graph(TorchDispatchMode):
 
 
 @contextmanager
-def captured_on_cpu() -> Iterator[None]:
-    """Pretend a CUDA device with the memory of the CPU, on which CUDA graphs are captured."""
+def captured_on_cpu() -> Iterator[list[float]]:
+    """Pretend a CUDA device with the memory of the CPU, on which CUDA graphs are captured; gives when."""
     earlier = with_history()  # what other tests have left has nothing to do with this run
+    moments: list[float] = []
 
     @contextmanager
     def capture(graph: Graph, stream: Mock | None = None) -> Iterator[None]:
@@ -141,6 +143,7 @@ def captured_on_cpu() -> Iterator[None]:
         # reaches the node later, on its own stream, ends with an error.
         if histories := [t for t in with_history() if not any(t is other for other in earlier)]:
             raise CaptureError(f"a history is alive when a capture begins, of {histories}")
+        moments.append(time.perf_counter())
         rng = torch.get_rng_state()
         with graph:
             yield
@@ -151,4 +154,4 @@ def captured_on_cpu() -> Iterator[None]:
     streams = dict.fromkeys(("Stream", "current_stream"), lambda *_: Mock())
     streams |= {"stream": nullcontext, "Event": torch.cpu.Event}
     with pretended_cuda("cpu"), patch.multiple(torch.cuda, CUDAGraph=Graph, graph=capture, **streams):
-        yield
+        yield moments

@@ -62,6 +62,14 @@ def test_speed_table_gives_median_range_and_ratios():
     assert table.endswith("A CPU, 2 cores; no GPU; python 3.12.1; commit 0123456")
 
 
+def test_speed_plot_shows_medians_and_their_ratios():
+    speeds = {"eager": (100, 120, 200), "compile": (240, 300, 900)}
+    lines = [line(mode, sps) for mode, of_mode in speeds.items() for sps in of_mode]
+    [axis] = plots.plot_speed(lines).axes
+    assert [bar.get_width() for bar in axis.patches] == [300, 120]
+    assert [text.get_text().split() for text in axis.texts] == [["300", "(2.50x)"], ["120", "(1.00x)"]]
+
+
 def test_modes_are_the_same_everywhere():
     assert set(runs.MODES) == set(tables.LABELS) == set(get_args(results.Mode))
 
@@ -247,6 +255,13 @@ def test_gpu_samples_become_an_area_and_a_peak(monkeypatch, visible):
     whole, without_start_up = sampler.totals(float("inf")), sampler.totals(3.0)
     found = [sampler.name, *whole.values(), without_start_up["gpu_busy_seconds"]]
     assert found == (["A GPU", 2.0, 3.0, 1.5] if visible in (None, "0,1", "GPU-1") else [None] * 4)
+
+
+def test_the_time_of_a_run_leaves_out_its_start_up_and_while_it_was_stopped():
+    assert process.training_seconds({"wall_seconds": 10.0, "startup_seconds": 4.0}) == 6
+    assert process.training_seconds({"wall_seconds": None}) == float("inf")
+    # Taken up at 100, and what was done since 20 is lost: it goes on as at 20.
+    assert curve.seconds_run([0, 100, 200], [10, 20, 110, 130, 201]) == [10, 20, 30, 50, 51]
 
 
 def test_groups_end_with_their_last_value_and_average_the_other_column():

@@ -15,6 +15,7 @@ import conftest
 import mujoco
 import numpy as np
 import pytest
+import torch
 from capture import pretended_cuda
 from conftest import OFF_POLICY, SCRIPTS, SHORT, TWINS, checkpoints, cli, curves, load, play, run
 from gymnasium.utils.save_video import capped_cubic_video_schedule
@@ -138,8 +139,12 @@ def test_help_explains_every_argument(name, monkeypatch, capfd):
 def test_summary_bar_and_logs(name, tmp_path, capfd):
     """Of a run that asks for a CUDA device, and twins for graphs, on a machine that has none."""
     options = ("--num-envs", "2", "--exp-name", "an_experiment", *(["--cudagraphs"] if name in TWINS else []))
+    options += ("--matmul-precision", "high")
+    torch.set_flush_denormal(False)
     with patch("torch.cuda.is_available", lambda: False):
         done = play(name, *SHORT[name], *options, cuda=True, directory=tmp_path)
+    assert torch.get_float32_matmul_precision() == "high"
+    assert torch.tensor(1e-39) * 1 == 0  # denormal numbers are flushed
     printed = capfd.readouterr()
     told = "CUDA is not available: running on the CPU\nCUDA graphs need a CUDA device: running without them\n"
     assert printed.err.startswith(told if name in TWINS else told.partition("\n")[0])

@@ -1,5 +1,8 @@
 """EnvPool's MuJoCo is Gymnasium's, and runs with it are counted and seeded as others are."""
 
+from unittest.mock import patch
+
+import envpool
 import numpy as np
 import pytest
 from conftest import assert_same_numbers, load, run
@@ -59,6 +62,19 @@ def test_steps_and_episodes_are_counted_and_no_seed_shares_an_environment(name, 
     assert rows - 4 <= first["updates"] // 2 * 256 <= rows
     seen = [tuple(row) for result in (first, other) for row in result["envs"].reset()[0]]
     assert len({*seen}) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "env_id"),
+    [("ppo_continuous_action", "Ant-v4"), ("ppo", "CartPole-v1"), ("ppo_atari_envpool", "Pong-v5")],
+)
+def test_envpool_has_as_many_threads_as_asked_for(name, env_id):
+    script, atari = load(name), "atari" in name
+    args = script["Args"](env_id=env_id, num_envs=4, env_threads=3)
+    args.env_backend = "envpool"
+    with patch("envpool.make", wraps=envpool.make) as make:
+        script["make_envs"](args, 0 if atari else [1, 2, 3, 4], None)
+    assert make.call_args.kwargs["num_threads"] == 3
 
 
 def test_what_envpool_lacks_is_refused_with_what_it_has(refusal):

@@ -49,6 +49,7 @@ def test_an_evaluation_that_was_killed_is_made_again(name, tmp_path, monkeypatch
 
     monkeypatch.setattr(Balance, "reset", die_in_the_second)
     longer = ("--total-timesteps", 500, "--checkpoint-every", 50)
+    longer += () if name in OFF_POLICY else ("--num-steps", 20)
     with pytest.raises(KeyboardInterrupt):
         train(name, *EVERY, *longer, directory=tmp_path)
     monkeypatch.setattr(Balance, "reset", reset)
@@ -59,10 +60,29 @@ def test_an_evaluation_that_was_killed_is_made_again(name, tmp_path, monkeypatch
     torch.save(better, newest.parent / "best.pt")
     gone_on = train(name, *EVERY, *longer, "--resume", newest.parent, directory=tmp_path)
     assert torch.load(newest.parent / "best.pt")["eval_return"] == 1e9  # the best of the whole run
-    # The next log entry or rollout has it.
-    assert step < gone_on["logged"]["charts/eval_return"][0][0] <= step + 100
+    # The next log entry or rollout has it, before the next evaluation is due.
+    assert step < gone_on["logged"]["charts/eval_return"][0][0] <= min(step + 50, 299)
     with pytest.raises(SystemExit, match="2"):
         train(name, "--resume", newest.parent / "best.pt", directory=tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in (*SHORT, *SEEDS) if "atari" not in name])
+def test_sps_leaves_out_evaluations_and_what_is_before_learning(name, monkeypatch):
+    """By a clock that ticks with each step of an environment: once, or before learning ten times."""
+    ticks, step, agents = [], Balance.step, 2 if name in SEEDS else 1
+    before_learning = 100 * agents if name in (*OFF_POLICY, *SEEDS) else 0
+
+    def ticking(self, action):
+        ticks.append(10 if len(ticks) < before_learning else 1)
+        return step(self, action)
+
+    monkeypatch.setattr(Balance, "step", ticking)
+    monkeypatch.setattr("time.perf_counter", lambda: sum(ticks))
+    options = (*SHORT[TD3], "--env-id", "envs:Balance-v0", "--log-every", 50, "--seeds", 1, 2)
+    result = run(name, *options, *EVERY) if name in SEEDS else train(name, *EVERY)
+    rates = [rate for entry, rate in result["logged"]["charts/SPS"] if entry > 100]
+    assert len(result["logged"]["charts/eval_return"]) >= 2 and len(rates) >= 2
+    assert rates == pytest.approx([1 / agents] * len(rates))
 
 
 def test_a_mean_that_is_not_finite_is_never_the_best(tmp_path):

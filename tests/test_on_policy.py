@@ -128,35 +128,49 @@ def test_the_batch_is_what_happened_and_dummy_steps_count_nowhere(name, case):
 
 
 @pytest.mark.parametrize("name", having("class RunningMoments"))
+def test_no_reward_is_beyond_ten_deviations(name):
+    """Of which one among so many would be: some sixteen from zero."""
+    with patch("envs.reward", lambda episode, step: -1e6 if (episode, step) == (50, 0) else 1.0):
+        result = fresh(name, (1, 1200, 1200))
+    assert result["rollout_rewards"].min() == -10
+
+
+@pytest.mark.parametrize("name", having("class RunningMoments"))
 def test_policy_acts_at_what_it_sees(name):
     # The means of a new agent hardly differ between observations, and its deviation is 1.
     deviation = changed(name, "torch.zeros(1, action_dim,", "torch.full((1, action_dim), -1.0,")
-    with changed(name, "std=0.01)", "std=2.0)"), deviation:
-        result = fresh(name, (3, 500, 1500), "--learning-rate", 0)
-    with torch.no_grad():
-        means = result["agent"].actor_mean(torch.from_numpy(result["rollout_obs"][:-1])).numpy()
-    noise = (result["rollout_actions"][:-1] - means) * np.e
-    assert means.std() > 0.5
+    with changed(name, "std=0.01)", "std=2.0)"), deviation:  # of one rollout, and of two
+        results, noises = [fresh(name, (3, 500, total), "--learning-rate", 0) for total in (1500, 3000)], []
+    for result in results:
+        with torch.no_grad():
+            means = result["agent"].actor_mean(torch.from_numpy(result["rollout_obs"][:-1])).numpy()
+        assert means.std() > 0.5
+        noises.append((result["rollout_actions"][:-1] - means) * np.e)
+    first, noise = noises
     assert abs(noise.mean()) < 4 / noise.size**0.5
     assert abs(noise.std() - 1) < 4 / (2 * noise.size) ** 0.5
-    assert abs((noise[:, 0] * noise[:, 1]).mean()) < 4 / noise[:, 0].size ** 0.5  # not the same noise
+    # Not the same noise for two environments, nor in two rollouts.
+    for product in (noise[:, 0] * noise[:, 1], first * noise):
+        assert abs(product.mean()) < 4 / product.size**0.5
 
 
 @pytest.mark.parametrize("name", having("Gumbel"))
 def test_choices_are_draws_from_the_softmax_of_each_environment_its_own(name):
     """Of the second part of an action, one of four: of two, noise of the other sign has the same draws."""
-    sizes = ("--num-envs", 3, "--num-steps", 4000, "--total-timesteps", 12_000, "--learning-rate", 0)
-    with changed(name, "std=0.01)", "std=5.0)"):
-        result = run(name, "--env-id", "envs:Codes-v0", *sizes)
-    with torch.no_grad():
-        logits = result["agent"].actor(torch.from_numpy(result["rollout_obs"][:-1]))
-    probabilities = logits[..., 3:].softmax(2)
-    choices = torch.from_numpy(result["rollout_actions"][:-1, :, 1]).long()
-    errors = torch.nn.functional.one_hot(choices, 4) - probabilities
+    sizes, both = ("--num-envs", 3, "--num-steps", 4000, "--learning-rate", 0, "--total-timesteps"), []
+    with changed(name, "std=0.01)", "std=5.0)"):  # of one rollout, and of two
+        results = [run(name, "--env-id", "envs:Codes-v0", *sizes, total) for total in (12_000, 18_000)]
+    for result in results:
+        with torch.no_grad():
+            logits = result["agent"].actor(torch.from_numpy(result["rollout_obs"][:-1]))
+        probabilities = logits[..., 3:].softmax(2)
+        choices = torch.from_numpy(result["rollout_actions"][:-1, :, 1]).long()
+        both.append(torch.nn.functional.one_hot(choices, 4) - probabilities)
+    first, errors = both
     of_the_likeliest = errors.gather(2, probabilities.argmax(2, keepdim=True))
     assert of_the_likeliest.mean().abs() < 4 * of_the_likeliest.std() / 12_000**0.5
-    products = (errors[:, 0] * errors[:, 1]).sum(1)
-    assert products.mean().abs() < 4 * products.std() / 4000**0.5
+    for products in ((errors[:, 0] * errors[:, 1]).sum(1), (first * errors).sum(2)):
+        assert products.mean().abs() < 4 * products.std() / products.numel() ** 0.5
 
 
 @pytest.mark.parametrize("name", having("class Games"))
@@ -271,6 +285,17 @@ def test_gradient_steps_are_so_many_at_a_falling_rate(name, options, epochs):
     optimizer = result["optimizer"]
     applied = optimizer.lr if isinstance(optimizer, nn.Module) else optimizer.param_groups[0]["lr"]
     assert float(applied) == pytest.approx(expected[-1])
+
+
+@each_script
+def test_learning_from_a_rollout_ends_after_the_epoch_whose_kl_passes_the_target(name):
+    def learn(*options) -> dict:
+        steps = ("--num-minibatches", 4, "--learning-rate", 0.01, "--update-epochs")
+        return fresh(name, (3, 8, 24), *steps, *options)
+
+    kl = learn(1)["losses"]["approx_kl"].item()
+    assert learn(3, "--target-kl", 0.9 * kl)["updates"] == 4
+    assert learn(3, "--target-kl", 1.1 * kl)["updates"] >= 8
 
 
 # ---- Breakout ----------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The benchmark survives what can happen to it: with a stand-in for a script, and all else real."""
 
 import itertools
+import json
 import os
 import platform
 import shutil
@@ -19,7 +20,7 @@ from benchmark.report import results
 from benchmark.sweep import __main__ as sweep
 from benchmark.sweep import folder as sweep_folder
 from benchmark.sweep import runs as selection
-from benchmark.sweep.executors import write_job
+from benchmark.sweep.executors import Attempt, ThisMachine, write_job
 from benchmark.sweep.process import Job
 
 # Prints a summary, after what the file named like its seed says in Python, once or, with a trailing "!", each
@@ -189,6 +190,23 @@ def test_runs_share_a_pretended_gpu(house):
     assert [line["runs_per_gpu"] for line in house.lines()] == [2, 2]
 
 
+def test_places_have_cores_of_their_own_and_few_runs_a_gpu_each(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(8)})
+    args = selection.Args(runs_per_gpu=2)
+    machine = ThisMachine(args, workers=2, gpus=["3", "5"], lock=0)
+    assert machine.free([], 9) == [0, 1, 2, 3] and machine.free([], 1) == [0]
+    assert machine.free([Attempt(tmp_path, None, place) for place in (0, 2)], 9) == [1, 3]
+    folders = [tmp_path / str(place) for place in range(4)]
+    for folder in folders:
+        folder.mkdir()
+    with patch("subprocess.Popen"):
+        machine.start(folders, [Job([], "", 1.0)] * 4, [0, 1, 2, 3])
+    jobs = [json.loads((folder / "job.json").read_text()) for folder in folders]
+    assert [job["gpu"] for job in jobs] == ["3", "5", "3", "5"]
+    assert len({core for job in jobs for core in job["cores"]}) == 8
+    assert {job["threads"] for job in jobs} == {len(job["cores"]) for job in jobs} == {2}
+
+
 def test_a_run_of_several_agents_is_one_line_without_a_curve(house):
     """Of which one was lost: it counts as a run of the others, and is not repeated."""
     sibling = house.leanrl / "td3_continuous_action_seeds.py"
@@ -312,6 +330,7 @@ def test_a_folder_of_another_profile_or_version_and_more_workers_than_gpus_are_r
 FAILURES = {
     "os.kill(os.getpid(), 9)": "killed by SIGKILL",
     "sys.exit('all agents are lost')": "exit status 1",
+    "import atexit; atexit.register(os._exit, 4)": "exit status 4",  # after its summary
     "time.sleep(99)": "took longer than 6 s",
     "os.kill(os.getppid(), 9); time.sleep(99)": "the process that ran it died",  # who watches it dies
     "said = {'wall_seconds': 'long'}": "printed a summary that wall_seconds",
@@ -322,19 +341,19 @@ FAILURES = {
 def test_a_run_that_fails_is_tried_again_and_then_recorded(house):
     """A seed for each that fails each time, two that fail once, and one that is done at once."""
     always = dict(enumerate(FAILURES, start=101))
-    once = {1: always[101], 2: always[104]}
+    once = {1: always[101], 2: always[105]}
     for seed, behaviour in (once | always).items():
         house.tell(seed, behaviour + ("!" if seed in always else ""))
     output, _ = house.sweep("--time-limit", 0.1, "--seeds", 0, *once, *always, "--workers", 2, status=1)
     assert not house.running()
     lines = {line["seed"]: line for line in house.lines()}
     assert lines.keys() == {0, *once, *always}
-    assert [lines[seed]["attempts"] for seed in (0, *once, *always)] == [1, 2, 2, 2, 2, 2, 2, 1, 1]
+    assert [lines[seed]["attempts"] for seed in (0, *once, *always)] == [1, 2, 2, 2, 2, 2, 2, 2, 1, 1]
     for seed, behaviour in always.items():
         line = lines[seed]
         assert line["reason"].startswith(FAILURES[behaviour])
         assert f"failed: {line['job']}: {line['reason']}" in output
-        if seed <= 103:
+        if seed <= 104:
             assert line["log"].startswith("a line of the log")
             assert line["versions"]["python"] == platform.python_version()
     share = str(len(os.sched_getaffinity(0)) // 2)  # of the cores, for each of the workers
