@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from statistics import NormalDist
@@ -60,15 +62,27 @@ def test_an_agent_begins_as_a_run_of_its_own_and_learns_as_that_does(name):
     assert not torch.equal(together["buffer"][0], together["buffer"][1])
 
     uniform, normal, streams = together["uniform"], together["normal"], together["streams"].clone()
+
+    @contextmanager
+    def drawing_like(agent: int) -> Iterator[None]:
+        """Let the run of one draw what an agent does."""
+        with (
+            patch.dict(uniform.__globals__, streams=streams[agent : agent + 1]),
+            patch("torch.randint", lambda *_, **__: (92 * uniform(16)[0]).long()),
+            patch("torch.randn_like", lambda like: normal(*like.shape)[0]),
+        ):
+            yield
+
+    obs = torch.randn(3, 2, 4)
+    actions = together["act"](obs.flatten(0, 1)).view(3, 2, 2)
+    for agent, single in enumerate(alone):
+        with drawing_like(agent):
+            assert_equal(actions[agent], single["act"](obs[agent]), rtol=1e-5, atol=1e-6)
     kinds = sorted((kind for kind in together["kinds"] if kind[-1] or len(kind) == 1), reverse=True)
     for kind in (*kinds, *kinds):  # first with the actor
         together["update"](*kind)
         for agent, single in enumerate(alone):
-            with (
-                patch.dict(uniform.__globals__, streams=streams[agent : agent + 1]),
-                patch("torch.randint", lambda *_, **__: (92 * uniform(16)[0]).long()),
-                patch("torch.randn_like", lambda like: normal(*like.shape)[0]),
-            ):
+            with drawing_like(agent):
                 single["update"](*kind)
             found = of_agent(together, agent)
             for key, expected in numbers(single).items():
