@@ -133,9 +133,12 @@ class Graph(TorchDispatchMode):
 
 @contextmanager
 def captured_on_cpu() -> Iterator[list[float]]:
-    """Pretend a CUDA device with the memory of the CPU, on which CUDA graphs are captured; gives when."""
+    """Pretend a CUDA device with the memory of the CPU, on which CUDA graphs are captured.
+
+    Gives the `time.perf_counter()` of each capture.
+    """
     earlier = with_history()  # what other tests have left has nothing to do with this run
-    moments: list[float] = []
+    capture_times: list[float] = []
 
     @contextmanager
     def capture(graph: Graph, stream: Mock | None = None) -> Iterator[None]:
@@ -143,7 +146,7 @@ def captured_on_cpu() -> Iterator[list[float]]:
         # reaches the node later, on its own stream, ends with an error.
         if histories := [t for t in with_history() if not any(t is other for other in earlier)]:
             raise CaptureError(f"a history is alive when a capture begins, of {histories}")
-        moments.append(time.perf_counter())
+        capture_times.append(time.perf_counter())
         rng = torch.get_rng_state()
         with graph:
             yield
@@ -154,4 +157,4 @@ def captured_on_cpu() -> Iterator[list[float]]:
     streams = dict.fromkeys(("Stream", "current_stream"), lambda *_: Mock())
     streams |= {"stream": nullcontext, "Event": torch.cpu.Event}
     with pretended_cuda("cpu"), patch.multiple(torch.cuda, CUDAGraph=Graph, graph=capture, **streams):
-        yield moments
+        yield capture_times

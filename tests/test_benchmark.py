@@ -257,9 +257,12 @@ def test_gpu_samples_become_an_area_and_a_peak(monkeypatch, visible):
     assert found == (["A GPU", 2.0, 3.0, 1.5] if visible in (None, "0,1", "GPU-1") else [None] * 4)
 
 
-def test_the_time_of_a_run_leaves_out_its_start_up_and_while_it_was_stopped():
+def test_training_seconds_leave_out_the_start_up():
     assert process.training_seconds({"wall_seconds": 10.0, "startup_seconds": 4.0}) == 6
     assert process.training_seconds({"wall_seconds": None}) == float("inf")
+
+
+def test_a_curve_leaves_out_the_time_for_which_its_run_was_stopped():
     # Taken up at 100, and what was done since 20 is lost: it goes on as at 20.
     assert curve.seconds_run([0, 100, 200], [10, 20, 110, 130, 201]) == [10, 20, 30, 50, 51]
 

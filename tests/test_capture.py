@@ -50,10 +50,11 @@ def test_captured_runs_and_those_that_go_on_compute_the_same(case, tmp_path):
     second, _ = train(2, "--resume", checkpoint)
     resume = ()
     for rounds, expected in enumerate((first, second), start=1):
-        with captured_on_cpu() as moments:
+        with captured_on_cpu() as capture_times:
             captured, own = train(rounds, *resume, "--cudagraphs", cuda=True)
         resume = ("--resume", own)
-        assert max(moments) < captured["START_TIME"] + captured["startup_seconds"]  # before the first step
+        first_step = captured["START_TIME"] + captured["startup_seconds"]
+        assert max(capture_times) < first_step
         assert captured["cudagraphs"] and captured["updates"] >= 8
         assert_same_numbers(expected, captured, rtol=0, atol=0)
 

@@ -64,16 +64,21 @@ def test_steps_and_episodes_are_counted_and_no_seed_shares_an_environment(name, 
     assert len({*seen}) == 8
 
 
+ENVPOOL = {"env_backend": "envpool"}
+
+
 @pytest.mark.parametrize(
-    ("name", "env_id"),
-    [("ppo_continuous_action", "Ant-v4"), ("ppo", "CartPole-v1"), ("ppo_atari_envpool", "Pong-v5")],
+    ("name", "seeds", "options"),
+    [
+        ("ppo_continuous_action", [1, 2, 3, 4], {"env_id": "Ant-v4", **ENVPOOL}),
+        ("ppo", [1, 2, 3, 4], {"env_id": "CartPole-v1", **ENVPOOL}),
+        ("ppo_atari_envpool", 0, {"env_id": "Pong-v5"}),
+    ],
 )
-def test_envpool_has_as_many_threads_as_asked_for(name, env_id):
-    script, atari = load(name), "atari" in name
-    args = script["Args"](env_id=env_id, num_envs=4, env_threads=3)
-    args.env_backend = "envpool"
+def test_envpool_has_as_many_threads_as_asked_for(name, seeds, options):
+    script = load(name)
     with patch("envpool.make", wraps=envpool.make) as make:
-        script["make_envs"](args, 0 if atari else [1, 2, 3, 4], None)
+        script["make_envs"](script["Args"](num_envs=4, env_threads=3, **options), seeds, None)
     assert make.call_args.kwargs["num_threads"] == 3
 
 

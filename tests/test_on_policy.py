@@ -129,24 +129,28 @@ def test_the_batch_is_what_happened_and_dummy_steps_count_nowhere(name, case):
 
 @pytest.mark.parametrize("name", having("class RunningMoments"))
 def test_no_reward_is_beyond_ten_deviations(name):
-    """Of which one among so many would be: some sixteen from zero."""
-    with patch("envs.reward", lambda episode, step: -1e6 if (episode, step) == (50, 0) else 1.0):
-        result = fresh(name, (1, 1200, 1200))
-    assert result["rollout_rewards"].min() == -10
+    """Without the limit, each of two among hundreds would be twenty from zero."""
+    far = {(50, 0): -1e6, (51, 0): 1e6}
+    with patch("envs.reward", lambda episode, step: far.get((episode, step), 1.0)):
+        rewards = fresh(name, (1, 1200, 1200))["rollout_rewards"]
+    assert (rewards.min(), rewards.max()) == (-10, 10)
 
 
 @pytest.mark.parametrize("name", having("class RunningMoments"))
 def test_policy_acts_at_what_it_sees(name):
     # The means of a new agent hardly differ between observations, and its deviation is 1.
     deviation = changed(name, "torch.zeros(1, action_dim,", "torch.full((1, action_dim), -1.0,")
-    with changed(name, "std=0.01)", "std=2.0)"), deviation:  # of one rollout, and of two
-        results, noises = [fresh(name, (3, 500, total), "--learning-rate", 0) for total in (1500, 3000)], []
-    for result in results:
+
+    def last_noise(total: int) -> np.ndarray:
+        """In units of its deviation, (T, n, action_dim)."""
+        result = fresh(name, (3, 500, total), "--learning-rate", 0)
         with torch.no_grad():
             means = result["agent"].actor_mean(torch.from_numpy(result["rollout_obs"][:-1])).numpy()
         assert means.std() > 0.5
-        noises.append((result["rollout_actions"][:-1] - means) * np.e)
-    first, noise = noises
+        return (result["rollout_actions"][:-1] - means) * np.e
+
+    with changed(name, "std=0.01)", "std=2.0)"), deviation:
+        first, noise = last_noise(1500), last_noise(3000)  # of a run of one rollout, and of two
     assert abs(noise.mean()) < 4 / noise.size**0.5
     assert abs(noise.std() - 1) < 4 / (2 * noise.size) ** 0.5
     # Not the same noise for two environments, nor in two rollouts.
@@ -157,16 +161,19 @@ def test_policy_acts_at_what_it_sees(name):
 @pytest.mark.parametrize("name", having("Gumbel"))
 def test_choices_are_draws_from_the_softmax_of_each_environment_its_own(name):
     """Of the second part of an action, one of four: of two, noise of the other sign has the same draws."""
-    sizes, both = ("--num-envs", 3, "--num-steps", 4000, "--learning-rate", 0, "--total-timesteps"), []
-    with changed(name, "std=0.01)", "std=5.0)"):  # of one rollout, and of two
-        results = [run(name, "--env-id", "envs:Codes-v0", *sizes, total) for total in (12_000, 18_000)]
-    for result in results:
+    sizes = ("--num-envs", 3, "--num-steps", 4000, "--learning-rate", 0, "--total-timesteps")
+
+    def last_choices(total: int) -> tuple[Tensor, Tensor]:
+        """Probabilities, (T, n, 4), and how far the choices, each a row with a one, are from them."""
+        result = run(name, "--env-id", "envs:Codes-v0", *sizes, total)
         with torch.no_grad():
             logits = result["agent"].actor(torch.from_numpy(result["rollout_obs"][:-1]))
         probabilities = logits[..., 3:].softmax(2)
         choices = torch.from_numpy(result["rollout_actions"][:-1, :, 1]).long()
-        both.append(torch.nn.functional.one_hot(choices, 4) - probabilities)
-    first, errors = both
+        return probabilities, torch.nn.functional.one_hot(choices, 4) - probabilities
+
+    with changed(name, "std=0.01)", "std=5.0)"):  # of a run of one rollout, and of two: half the rows reset
+        (_, first), (probabilities, errors) = last_choices(12_000), last_choices(20_000)
     of_the_likeliest = errors.gather(2, probabilities.argmax(2, keepdim=True))
     assert of_the_likeliest.mean().abs() < 4 * of_the_likeliest.std() / 12_000**0.5
     for products in ((errors[:, 0] * errors[:, 1]).sum(1), (first * errors).sum(2)):

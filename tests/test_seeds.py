@@ -46,7 +46,7 @@ def of_agent(result: dict, agent: int) -> dict[str, torch.Tensor]:
 # ---- Numbers -----------------------------------------------------------------------------------------------
 @every
 def test_an_agent_begins_as_a_run_of_its_own_and_learns_as_that_does(name):
-    """The networks, and what is seen and done at random, to the bit; then gradient steps by like draws."""
+    """The networks and what is seen and done at random, to the bit; by like draws, actions and gradients."""
     options = ("--num-envs", 2, "--buffer-size", 500, "--batch-size", 16, "--updates-per-step", 0)
     options += ("--learning-starts", 88, "--total-timesteps", 92)
     together, twin = play(name, *options, "--seeds", 5, 1, 3), name.replace("_seeds", "_torchcompile")
