@@ -49,7 +49,8 @@ def test_returns_stand_beside_the_literature():
     assert second.startswith(f"| {TD3}, HalfCheetah-v4 | 1.00M of 3.00M | 1 | 7000 |")
     assert third.startswith(f"| {TD3}, Hopper-v4 | 0.30M of 1.00M | 1 | 500 | 500 | 3135 ± 360 |")
     assert below == [f"On their way: {TD3} HalfCheetah-v4 seed 4 at 0.90M: 1.0.", "A CPU; torch 2"]
-    assert learning.returns_table(runs, short=True).split("\n")[2:] == [f"{start} 9583 ± 126 |"]
+    # The README's has what has ended.
+    assert learning.returns_table([*runs, longer], short=True).split("\n")[2:] == [f"{start} 9583 ± 126 |"]
 
 
 def curve(job: str, last: int = 1_000_000) -> dict:
@@ -142,6 +143,8 @@ def test_plots_have_a_row_an_environment():
     shown = [[text.get_text() for text in axis.get_legend().get_texts()] for axis in axes[1::2]]
     assert shown == [["LeanRL, 2 seeds", "CleanRL, 1M steps"], ["LeanRL, 1 seed", "CleanRL, 1M steps"]]
     assert [axis.lines[-1].get_ydata()[0] for axis in axes[1::2]] == [9583, 3135]
+    runs.append(line(3, 1.0, steps=3_000_000))  # is under way, and not in the README
+    curves.append(curve(runs[-1]["job"]))
     overview = learning.plot_overview(runs, curves).axes
     assert [axis.get_title() for axis in overview] == [f"{TD3}, HalfCheetah-v4"]
     assert learning.plot_returns_of("sac_continuous_action", runs, curves) is None

@@ -30,7 +30,7 @@ from benchmark.terminal import refuse
 
 LAST = 100  # training episodes, whose mean return is what a run has reached
 ENDS = {"1M": 1.0, "500k": 0.5}  # steps of the literature's runs that ours have, too, in millions
-THROUGH = 0.95  # of the steps of the longest run: what is less far is not part of a mean
+THROUGH = 0.95  # of the steps of the longest run: what is less far is not part of a mean, nor in the README
 SOURCES = ("CleanRL", "Stable-Baselines3 zoo", "authors", "others")  # columns of the literature's figures
 # modes, which compute the same: the twin as people run it, without a GPU and with one
 TAKEN = ("compile", "both")
@@ -69,6 +69,11 @@ def millions(steps: int) -> str:
 def told(value: float) -> str:
     """A return; a small one, such as Pong's, with a decimal."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}"
+
+
+def is_through(steps: int, asked: int) -> bool:
+    """Whether a run of so many steps has come to the end of those asked for, or nearly."""
+    return steps >= THROUGH * asked
 
 
 def reached(runs: list[dict]) -> str:
@@ -111,13 +116,13 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
     sources = SOURCES[:1] if short else SOURCES
     rows, behind = [], []
     for (algorithm, env_id, asked), runs in by(trained(lines), "algorithm", "env_id", "steps").items():
-        if short and env_id != HEADLINE[algorithm]:
-            continue
         most = max(run["total_timesteps"] for run in runs)
-        behind += [run for run in runs if run["total_timesteps"] < THROUGH * most]
+        if short and not (env_id == HEADLINE[algorithm] and is_through(most, asked)):
+            continue
+        behind += [run for run in runs if not is_through(run["total_timesteps"], most)]
         runs = [run for run in runs if run not in behind]
         cells = [
-            millions(most) + (f" of {millions(asked)}" if most < THROUGH * asked else ""),
+            millions(most) + ("" if is_through(most, asked) else f" of {millions(asked)}"),
             str(len(runs)),
             reached(runs),
         ]
@@ -194,7 +199,7 @@ def at_work(curve: dict) -> np.ndarray:
 def title_of(env_id: str, asked: int, curves: list[dict]) -> str:
     """The title of a panel, which tells of runs that are under way how far they are."""
     most = max(curve["step"][-1] for curve in curves)
-    return env_id if most >= THROUGH * asked else f"{env_id}, {millions(most)} of {millions(asked)}"
+    return env_id if is_through(most, asked) else f"{env_id}, {millions(most)} of {millions(asked)}"
 
 
 def draw(axis, curves: list[dict], key: str) -> None:
@@ -206,7 +211,7 @@ def draw(axis, curves: list[dict], key: str) -> None:
     scale = {"step": 1e6, "seconds": 60}[key]
     curves = [curve | {"seconds": at_work(curve)} for curve in curves]
     most = max(curve["step"][-1] for curve in curves)
-    through = [curve for curve in curves if curve["step"][-1] >= THROUGH * most]
+    through = [curve for curve in curves if is_through(curve["step"][-1], most)]
     seeds = f"LeanRL, {len(through)} seed{'s' * (len(through) > 1)}"
     each = len(through) == 1 or key == "seconds"
     labels = {True: seeds if each else None, False: "LeanRL, under way"}
@@ -282,7 +287,9 @@ def plot_overview(lines: list[dict], curves: list[dict]):
     """One environment of each algorithm, by steps."""
     kept = []
     for (algorithm, env_id, asked), runs in by(trained(lines), "algorithm", "env_id", "steps").items():
-        if env_id == HEADLINE[algorithm] and (drawn := drawn_curves(runs, curves)):
+        shown = [run for run in runs if env_id == HEADLINE[algorithm]]
+        drawn = drawn_curves(shown, curves)
+        if drawn and is_through(max(run["total_timesteps"] for run in shown), asked):
             kept.append((algorithm, env_id, asked, drawn))
     if not kept:
         return None
