@@ -287,9 +287,8 @@ def plot_overview(lines: list[dict], curves: list[dict]):
     """One environment of each algorithm, by steps."""
     kept = []
     for (algorithm, env_id, asked), runs in by(trained(lines), "algorithm", "env_id", "steps").items():
-        shown = [run for run in runs if env_id == HEADLINE[algorithm]]
-        drawn = drawn_curves(shown, curves)
-        if drawn and is_through(max(run["total_timesteps"] for run in shown), asked):
+        ended = is_through(max(run["total_timesteps"] for run in runs), asked)
+        if ended and env_id == HEADLINE[algorithm] and (drawn := drawn_curves(runs, curves)):
             kept.append((algorithm, env_id, asked, drawn))
     if not kept:
         return None
