@@ -339,9 +339,8 @@ class Flat(nn.Module):
 
     def forward(self, *inputs: Tensor, **options) -> Tensor | tuple[Tensor, ...]:
         parts = self.params.split([shape.numel() for shape in self.shapes.values()])
-        views = {
-            name: as_shape(part, self.shapes[name]) for name, part in zip(self.shapes, parts, strict=True)
-        }
+        shaped = zip(self.shapes.items(), parts, strict=True)
+        views = {name: as_shape(part, shape) for (name, shape), part in shaped}
         return functional_call(self.network[0], views, inputs, options)
 
 
@@ -508,9 +507,8 @@ if __name__ == "__main__":
         torch._dynamo.config.trace_autograd_ops = True  # [fast 2] the gradient, too, without a break
         torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
         torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes 5 s
-        torch._inductor.config.max_pointwise_cat_inputs = (
-            16  # on a GPU one kernel joins the gradient's 13 parts
-        )
+        # On a GPU one kernel then joins the gradient's 13 parts.
+        torch._inductor.config.max_pointwise_cat_inputs = 16
         functions = [torch.compile(function, fullgraph=True) for function in functions]
     # [fast 4] A captured graph is launched at once.
     cudagraphs = args.cudagraphs and device.type == "cuda"
