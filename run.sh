@@ -72,7 +72,7 @@ mkl_as_on_intel() {
     echo "MKL keeps to AVX2 in a folder with a space or a colon in its path" >&2
   elif [ -s "$library" ] || make_library "$library" "$function"; then
     export LD_PRELOAD=$library${LD_PRELOAD:+:$LD_PRELOAD}
-    echo "MKL runs its AVX-512 code on this AMD processor; MKL_AS_ON_INTEL=0 turns that off" >&2
+    echo "MKL runs its code for Intel's processors on this AMD one; MKL_AS_ON_INTEL=0 turns that off" >&2
   else
     echo "MKL keeps to AVX2: there is no C compiler (cc), or .venv cannot be written to" >&2
   fi

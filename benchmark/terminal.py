@@ -38,7 +38,7 @@ def check_names(option: str, given: Collection[str], known: Collection[str]) -> 
 
 def check_interpreter(option: str, path: Path | None) -> None:
     """Refuse an option that names what is no interpreter."""
-    if path and not os.access(path, os.X_OK):
+    if path and not (path.is_file() and os.access(path, os.X_OK)):
         refuse(f"--{option} takes a Python interpreter, got {path}")
 
 

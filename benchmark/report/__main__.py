@@ -46,9 +46,7 @@ PLOTS = {
     "return-by-time": partial(plots.plot_returns, key="seconds"),
     "gpu": plots.plot_gpu,
 }
-LEARNING_PLOTS = {
-    f"returns-{algorithm}": partial(learning.plot_returns_of, algorithm) for algorithm in learning.HEADLINE
-}
+LEARNING_PLOTS = {f"returns-{name}": partial(learning.plot_returns_of, name) for name in learning.HEADLINE}
 LEARNING_PLOTS |= {"overview": learning.plot_overview}
 
 
@@ -114,10 +112,9 @@ def report_folder(folder: Path) -> None:
     print(tables.speed_table(lines))
     for name, step in unfinished(folder, {line["job"] for line in lines if line["status"] == "ok"}).items():
         print(f"\nnot at its end: {name}: checkpoint at step {step:,}")
-    failed = [line for line in lines if line["status"] == "failed"]
-    for line in failed:
-        print(f"\nfailed: {line['job']}: {line['reason']}")
     for line in lines:
+        if line["status"] == "failed":
+            print(f"\nfailed: {line['job']}: {line['reason']}")
         for seed, reason in line.get("lost_seeds", {}).items():
             print(f"\nlost: the agent of seed {seed} in {line['job']}: {reason}")
     curves = results.read(folder / "curves.jsonl", results.check_curve, growing=True)
@@ -130,13 +127,10 @@ def published_plot(name: str, kind: str):
     path, curves = RESULTS / f"{name}.jsonl", RESULTS / f"{name}.curves.jsonl"
     lines = results.read(path, results.check_scaling if kind == "scaling" else results.check_run)
     plot = (LEARNING_PLOTS | PLOTS | {"scaling": lambda lines, _: plots.plot_scaling(lines)}).get(kind)
-    if kind not in LEARNING_PLOTS and len(machines(lines)) != 1:
-        raise results.ResultsError(
-            f"{path}: a plot needs the runs of one machine, not of {len(machines(lines))}"
-        )
-    figure = (
-        plot(lines, results.read(curves, results.check_curve) if curves.exists() else []) if plot else None
-    )
+    if kind not in LEARNING_PLOTS and (found := len(machines(lines))) != 1:
+        raise results.ResultsError(f"{path}: a plot needs the runs of one machine, not of {found}")
+    drawn = results.read(curves, results.check_curve) if curves.exists() else []
+    figure = plot(lines, drawn) if plot else None
     if figure is None:
         raise results.ResultsError(f"{path}: has nothing for a plot of kind {kind}")
     return figure

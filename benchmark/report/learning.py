@@ -25,7 +25,7 @@ from benchmark.report import results
 from benchmark.report.plots import draw_evaluations, on_one_grid, panels
 from benchmark.report.tables import by, markdown, packages_and_commits
 from benchmark.sweep.curve import in_groups, logged
-from benchmark.sweep.runs import MODES, PEERS, SEEDS
+from benchmark.sweep.runs import PEERS, SEEDS
 from benchmark.terminal import refuse
 
 LAST = 100  # training episodes, whose mean return is what a run has reached
@@ -55,9 +55,8 @@ def interval(values: Iterable[float] | np.ndarray) -> np.ndarray | None:
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of points at which all seeds have the same return
-        found = bootstrap(
-            (values,), np.mean, axis=0, n_resamples=9999, method="percentile", rng=np.random.default_rng(0)
-        )
+        rng = np.random.default_rng(0)
+        found = bootstrap((values,), np.mean, axis=0, n_resamples=9999, method="percentile", rng=rng)
     return np.stack([found.confidence_interval.low, found.confidence_interval.high])
 
 
@@ -83,21 +82,20 @@ def reached(runs: list[dict]) -> str:
     return mean if bounds is None else f"{mean} [{told(bounds[0])}, {told(bounds[1])}]"
 
 
-def reached_by_others(literature: list[dict], algorithm: str, env_id: str, source: str) -> str:
-    """The literature's figures of one column."""
-    fit = [
-        line
-        for line in literature
-        if (line["algorithm"], line["env_id"], line["source"]) == (algorithm, env_id, source)
-    ]
+def literature() -> dict[tuple, list[dict]]:
+    """The literature's figures, by script, environment and column of the table."""
+    lines = results.read(RESULTS / "literature.jsonl", results.check_literature)
+    return by(lines, "algorithm", "env_id", "source")
+
+
+def reached_by_others(lines: list[dict]) -> str:
+    """The literature's figures of one cell."""
     cells = []
-    for line in fit:
-        more = [line["steps"] if line["steps"] not in ENDS else "", line["note"]]
-        name = line["about"].split(",")[0].split("'")[0] if source == "others" else ""
-        cells.append(
-            f"{name} {line['mean']:g} ± {line['spread']:g}".strip()
-            + "".join(f", {text}" for text in more if text)
-        )
+    for line in lines:
+        name = line["about"].split(",")[0].split("'")[0] if line["source"] == "others" else ""
+        figures = f"{name} {line['mean']:g} ± {line['spread']:g}".strip()
+        steps = line["steps"] if line["steps"] not in ENDS else ""
+        cells.append(", ".join(filter(None, [figures, steps, line["note"]])))
     return "; ".join(cells)
 
 
@@ -112,28 +110,19 @@ def trained(lines: list[dict]) -> list[dict]:
 
 def returns_table(lines: list[dict], short: bool = False) -> str:
     """Mean return of the last training episodes over seeds, with its interval, beside the literature's."""
-    literature = results.read(RESULTS / "literature.jsonl", results.check_literature)
-    sources = SOURCES[:1] if short else SOURCES
+    others, sources = literature(), SOURCES[:1] if short else SOURCES
     rows, behind = [], []
     for (algorithm, env_id, asked), runs in by(trained(lines), "algorithm", "env_id", "steps").items():
         most = max(run["total_timesteps"] for run in runs)
         if short and not (env_id == HEADLINE[algorithm] and is_through(most, asked)):
             continue
         behind += [run for run in runs if not is_through(run["total_timesteps"], most)]
-        runs = [run for run in runs if run not in behind]
-        cells = [
-            millions(most) + ("" if is_through(most, asked) else f" of {millions(asked)}"),
-            str(len(runs)),
-            reached(runs),
-        ]
+        runs = [run for run in runs if is_through(run["total_timesteps"], most)]
+        steps = millions(most) + ("" if is_through(most, asked) else f" of {millions(asked)}")
+        cells = [f"{algorithm}, {env_id}", steps, str(len(runs)), reached(runs)]
         cells += [] if short else [", ".join(told(run["episodic_return"]) for run in runs)]
-        rows.append(
-            [
-                f"{algorithm}, {env_id}",
-                *cells,
-                *(reached_by_others(literature, algorithm, env_id, name) for name in sources),
-            ]
-        )
+        cells += [reached_by_others(others.get((algorithm, env_id, name), [])) for name in sources]
+        rows.append(cells)
     header = ["", "steps", "seeds", "mean return [95 % interval]", *([] if short else ["by seed"]), *sources]
     if short:
         return markdown(header, rows)
@@ -141,9 +130,8 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
     for run in behind:
         name = f"{run['algorithm']} {run['env_id']} seed {run['seed']}"
         going.append(f"{name} at {millions(run['total_timesteps'])}: {told(run['episodic_return'])}")
-    return "\n\n".join(
-        [markdown(header, rows), *([f"On their way: {'; '.join(going)}."] if going else []), made_with(lines)]
-    )
+    below = [f"On their way: {'; '.join(going)}."] if going else []
+    return "\n\n".join([markdown(header, rows), *below, made_with(lines)])
 
 
 def ablation_table(lines: list[dict]) -> str:
@@ -219,12 +207,8 @@ def draw(axis, curves: list[dict], key: str) -> None:
         style = THIN | {"linestyle": "--"}
         if curve in through:
             style = {"color": COLOUR, "linewidth": 1.5 if len(through) == 1 else 0.9} if each else THIN
-        axis.plot(
-            np.array(curve[key]) / scale,
-            curve["episodic_return"],
-            label=labels.pop(curve in through, None),
-            **style,
-        )
+        label = labels.pop(curve in through, None)
+        axis.plot(np.array(curve[key]) / scale, curve["episodic_return"], label=label, **style)
     if not each and (found := on_one_grid(through, "step", "episodic_return")):
         grid, values = found
         axis.plot(grid / scale, values.mean(axis=0), color=COLOUR, linewidth=2, label=seeds)
@@ -235,27 +219,18 @@ def draw(axis, curves: list[dict], key: str) -> None:
 
 def mark(axis, algorithm: str, env_id: str, key: str) -> None:
     """CleanRL's figure: by steps, a point where our runs end; by time, a level; after more steps, told."""
-    literature = results.read(RESULTS / "literature.jsonl", results.check_literature)
     styles = itertools.cycle(["--", ":"])
-    for line in literature:
-        if (line["algorithm"], line["env_id"], line["source"]) == (algorithm, env_id, "CleanRL"):
-            label = ", ".join(filter(None, [f"CleanRL, {line['steps']} steps", line["note"]]))
-            if line["steps"] not in ENDS:
-                axis.plot(
-                    [], [], " ", label=textwrap.fill(f"{label}: {line['mean']:g} ± {line['spread']:g}", 30)
-                )
-            elif key == "step":
-                style = {
-                    "fmt": "s" if line["note"] else "D",
-                    "color": LITERATURE,
-                    "capsize": 4,
-                    "label": label,
-                }
-                axis.errorbar(ENDS[line["steps"]], line["mean"], line["spread"], **style)
-            else:
-                axis.axhline(
-                    line["mean"], color=LITERATURE, linestyle=next(styles), linewidth=1.2, label=label
-                )
+    for line in literature().get((algorithm, env_id, "CleanRL"), []):
+        label = ", ".join(filter(None, [f"CleanRL, {line['steps']} steps", line["note"]]))
+        if line["steps"] not in ENDS:
+            label = textwrap.fill(f"{label}: {line['mean']:g} ± {line['spread']:g}", 30)
+            axis.plot([], [], " ", label=label)
+        elif key == "step":
+            style = {"fmt": "s" if line["note"] else "D", "color": LITERATURE, "capsize": 4}
+            axis.errorbar(ENDS[line["steps"]], line["mean"], line["spread"], label=label, **style)
+        else:
+            style = {"color": LITERATURE, "linestyle": next(styles), "linewidth": 1.2}
+            axis.axhline(line["mean"], label=label, **style)
 
 
 def finish(axis, title: str, key: str) -> None:
@@ -272,9 +247,8 @@ def plot_returns_of(algorithm: str, lines: list[dict], curves: list[dict]):
     kept = [(*key, drawn) for key, runs in groups.items() if (drawn := drawn_curves(runs, curves))]
     if not kept:
         return None
-    figure, axes = panels(
-        2 * len(kept), f"{algorithm}: mean over seeds, 95 % bootstrap interval; by time each seed"
-    )
+    title = f"{algorithm}: mean over seeds, 95 % bootstrap interval; by time each seed"
+    figure, axes = panels(2 * len(kept), title)
     for row, (env_id, asked, drawn) in enumerate(kept):
         for axis, key in zip(axes[2 * row : 2 * row + 2], ("step", "seconds"), strict=True):
             draw(axis, drawn, key)
@@ -289,16 +263,15 @@ def plot_overview(lines: list[dict], curves: list[dict]):
     for (algorithm, env_id, asked), runs in by(trained(lines), "algorithm", "env_id", "steps").items():
         ended = is_through(max(run["total_timesteps"] for run in runs), asked)
         if ended and env_id == HEADLINE[algorithm] and (drawn := drawn_curves(runs, curves)):
-            kept.append((algorithm, env_id, asked, drawn))
+            kept.append((algorithm, env_id, drawn))
     if not kept:
         return None
-    figure, axes = panels(
-        len(kept), "Learning curves: mean over seeds, 95 % bootstrap interval, single seeds"
-    )
-    for axis, (algorithm, env_id, asked, drawn) in zip(axes, kept, strict=False):
+    title = "Learning curves: mean over seeds, 95 % bootstrap interval, single seeds"
+    figure, axes = panels(len(kept), title)
+    for axis, (algorithm, env_id, drawn) in zip(axes, kept, strict=False):
         draw(axis, drawn, "step")
         mark(axis, algorithm, env_id, "step")
-        finish(axis, f"{algorithm}, {title_of(env_id, asked, drawn)}", "step")
+        finish(axis, f"{algorithm}, {env_id}", "step")
     return figure
 
 
@@ -321,12 +294,9 @@ def unfinished_runs(folder: Path, ended: set[str]) -> Iterator[tuple[dict, dict]
         made_with = json.loads(about.read_bytes())
         command = made_with.pop("command")
         given = dict(part[2:].split("=", 1) for part in command if part.startswith("--") and "=" in part)
-        script = Path(command[1]).stem
-        algorithm = script.removesuffix("_torchcompile")
-        flags = tuple(part for part in command if part in ("--compile", "--cudagraphs"))
-        mode = next(name for name, how in MODES.items() if how == (script.removeprefix(algorithm), flags))
+        algorithm, mode, _ = job.split("-", 2)
         line = {"format": results.FORMAT, "sweep": sweep["id"], "job": job, "attempts": attempt(about)}
-        line |= {"status": "ok", "algorithm": algorithm, "mode": mode, "script": script}
+        line |= {"status": "ok", "algorithm": algorithm, "mode": mode, "script": Path(command[1]).stem}
         line |= {"env_id": given["env-id"], "seed": int(given["seed"]), "sps": None, "startup_seconds": None}
         line |= {"steps": int(given["total-timesteps"]), "total_timesteps": whole["step"][-1]}
         line["episodic_return"] = statistics.mean(whole["episodic_return"][-LAST:])
@@ -343,16 +313,13 @@ def attempt(about: Path) -> int:
 def take_over(folders: list[Path], variant: str | None = None, name: str = "ablation") -> None:
     """Put the runs of sweeps among the published ones, unless those are further.
 
-    Raises ResultsError where a file is wrong.
-
     Of a seed that has been run for as many steps more than once it is the run that is further. Only runs of
-    the compiled twin are taken, as a variant any of one agent: those of several agents have no curves.
+    the compiled twin are taken, as a variant any of one agent: those of several agents have no curves. Runs
+    of a variant go into the file `name`, others into learning.jsonl. Raises ResultsError where one is wrong.
     """
     name = name if variant else "learning"
-    files = {
-        RESULTS / f"{name}.jsonl": results.check_run,
-        RESULTS / f"{name}.curves.jsonl": results.check_curve,
-    }
+    files = {RESULTS / f"{name}.jsonl": results.check_run}
+    files[RESULTS / f"{name}.curves.jsonl"] = results.check_curve
     old, curves = (results.read(path, check) if path.exists() else [] for path, check in files.items())
     found = {identity(line): line for line in old}
     drawn = {(curve["sweep"], curve["job"]): curve for curve in curves}
@@ -360,18 +327,15 @@ def take_over(folders: list[Path], variant: str | None = None, name: str = "abla
         lines = results.read(folder / "results.jsonl", growing=True)
         new = [(line, None) for line in lines if line["status"] == "ok"]
         new += unfinished_runs(folder, {line["job"] for line in lines})
-        drawn |= {
-            (c["sweep"], c["job"]): c
-            for c in results.read(folder / "curves.jsonl", results.check_curve, growing=True)
-        }
+        new_curves = results.read(folder / "curves.jsonl", results.check_curve, growing=True)
+        drawn |= {(curve["sweep"], curve["job"]): curve for curve in new_curves}
         for line, curve in new:
             line |= {"variant": variant} if variant else {}
             known = found.get(identity(line), {"total_timesteps": 0})
             taken = line["mode"] not in (*SEEDS, *PEERS) if variant else line["mode"] in TAKEN
             if taken and known["total_timesteps"] <= line["total_timesteps"]:
-                found[identity(line)] = line | (
-                    {"resume": Path(line["resume"]).name} if line.get("resume") else {}
-                )
+                line |= {"resume": Path(line["resume"]).name} if line.get("resume") else {}
+                found[identity(line)] = line
                 drawn |= {(line["sweep"], line["job"]): curve} if curve else {}
     kept = sorted(found.values(), key=natural)
     contents = (kept, [drawn[line["sweep"], line["job"]] for line in kept])
@@ -393,14 +357,14 @@ def natural(line: dict) -> tuple[str, int, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folders", nargs="+", type=Path, help="folders of sweeps")
-    parser.add_argument(
-        "--variant", help="the runs are of a changed copy, or of other arguments, which have this name"
-    )
-    parser.add_argument("--file", default="ablation", help="the file of results/ for a variant's runs")
+    parser.add_argument("--variant", help="the name of the changed copy, or the other arguments, of the runs")
+    parser.add_argument("--file", help="the file of results/ for a variant's runs, by default ablation")
     args = parser.parse_args()
+    if args.file and not args.variant:
+        refuse("--file is for runs of a --variant")
     try:
-        take_over(args.folders, args.variant, args.file)
-    except (results.ResultsError, OSError, ValueError) as error:
+        take_over(args.folders, args.variant, args.file or "ablation")
+    except (OSError, ValueError) as error:
         refuse(str(error))
 
 

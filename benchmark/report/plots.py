@@ -29,20 +29,9 @@ SCRIPT_STYLES = {
     "ppo_atari_envpool": ("#000000", "D"),
     "dqn": ("#CC79A7", "v"),
 }
-MODE_COLOURS = (
-    "#BBBBBB",
-    "#999999",
-    "#555555",
-    "#E69F00",
-    "#56B4E9",
-    "#0072B2",
-    "#000000",
-    "#009E73",
-    "#D55E00",
-    "#CC79A7",
-    "#F0E442",
-)
-COLOURS = dict(zip(LABELS, MODE_COLOURS, strict=True))
+GREYS = ("#BBBBBB", "#999999", "#555555")  # of the other libraries
+HUES = ("#E69F00", "#56B4E9", "#0072B2", "#000000", "#009E73", "#D55E00", "#CC79A7", "#F0E442")
+COLOURS = dict(zip(LABELS, GREYS + HUES, strict=True))
 
 
 def panels(count: int, title: str):
@@ -54,9 +43,8 @@ def panels(count: int, title: str):
 
     columns = min(count, 2)
     rows = -(-count // columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(5.2 * columns, 3.2 * rows + 0.6), squeeze=False, layout="constrained"
-    )
+    size = (5.2 * columns, 3.2 * rows + 0.6)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.ravel()[count:]:
         axis.set_visible(False)
     for axis in axes.ravel():
@@ -89,10 +77,8 @@ def plot_speed(lines: list[dict]):
         modes = {mode: [line["sps"] for line in runs] for mode, runs in runs_of.items()}
         names = in_order(modes)[::-1]
         medians = np.array([statistics.median(modes[mode]) for mode in names])
-        whiskers = [
-            medians - [min(modes[mode]) for mode in names],
-            [max(modes[mode]) for mode in names] - medians,
-        ]
+        low, high = [min(modes[mode]) for mode in names], [max(modes[mode]) for mode in names]
+        whiskers = [medians - low, high - medians]
         colours = [COLOURS[mode] for mode in names]
         labels = [label(mode, runs_of[mode]) for mode in names]
         axis.barh(labels, medians, xerr=whiskers, color=colours, ecolor="black", capsize=3)
@@ -135,9 +121,8 @@ def plot_returns(lines: list[dict], curves: list[dict], key: str):
     if not groups:
         return None
     axis_name = {"step": "agent steps", "seconds": "seconds, start-up included"}[key]
-    figure, axes = panels(
-        len(groups), f"Return of training episodes against {axis_name}: mean and range over seeds"
-    )
+    title = f"Return of training episodes against {axis_name}: mean and range over seeds"
+    figure, axes = panels(len(groups), title)
     for axis, ((algorithm, env_id, _), group) in zip(axes, groups.items(), strict=False):
         modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
         for mode in in_order(modes):
@@ -149,9 +134,8 @@ def plot_returns(lines: list[dict], curves: list[dict], key: str):
             # when others are at their end.
             x = grid if key == "step" else on_one_grid(runs, "step", "seconds")[1].mean(axis=0)
             axis.plot(x, values.mean(axis=0), color=COLOURS[mode], label=label(mode, modes[mode]))
-            axis.fill_between(
-                x, values.min(axis=0), values.max(axis=0), color=COLOURS[mode], alpha=0.2, linewidth=0
-            )
+            low, high = values.min(axis=0), values.max(axis=0)
+            axis.fill_between(x, low, high, color=COLOURS[mode], alpha=0.2, linewidth=0)
             if key == "step":
                 draw_evaluations(axis, runs, COLOURS[mode], f"{label(mode, modes[mode])}, evaluation")
         axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
@@ -165,30 +149,26 @@ def plot_returns(lines: list[dict], curves: list[dict], key: str):
 
 def plot_scaling(lines: list[dict]):
     """Cost against sizes: a panel an axis, a marker a script, filled where another resource binds."""
-    figure, axes = panels(
-        len(AXES) + 1, "What an agent step, a row of a batch and a gradient step cost, by size"
-    )
+    title = "What an agent step, a row of a batch and a gradient step cost, by size"
+    figure, axes = panels(len(AXES) + 1, title)
     for axis, (name, title) in zip(axes, AXES.items(), strict=False):
-        for (script, mode), group in by(
-            [line for line in lines if line["axis"] == name], "script", "mode"
-        ).items():
+        along = [line for line in lines if line["axis"] == name]
+        for (script, mode), group in by(along, "script", "mode").items():
             group = sorted(group, key=lambda line: line["value"])
             colour, marker = SCRIPT_STYLES[script]
             points = ([line["value"] for line in group], [unit_cost(line) for line in group])
             if mode == "sbx":
                 axis.plot(*points, color=colour, linestyle="--", linewidth=1, label=f"{script}: SBX")
                 continue
-            axis.plot(
-                *points, color=colour, marker=marker, markersize=7, markerfacecolor="white", label=script
-            )
+            style = {"color": colour, "marker": marker, "markersize": 7, "markerfacecolor": "white"}
+            axis.plot(*points, label=script, **style)
             if bound := binding(group):
                 axis.plot(bound["value"], unit_cost(bound), color=colour, marker=marker, markersize=9)
         axis.set(xscale="log", yscale="log", xlabel=title, ylabel=f"microseconds per {UNITS[name]}")
-        values = [line["value"] for line in lines if line["axis"] == name]
+        values = [line["value"] for line in along]
         axis.set_xticks([4**power for power in range(7) if min(values) <= 4**power <= max(values)])
         axis.xaxis.set_major_formatter("{x:.0f}")
         axis.minorticks_off()
-    axes[len(AXES)].set_visible(True)
     axes[len(AXES)].axis("off")
     axes[len(AXES)].legend(*axes[0].get_legend_handles_labels(), loc="center", frameon=False)
     figure.supxlabel(below(lines), fontsize=8, color="#555555")
@@ -203,22 +183,17 @@ def plot_gpu(lines: list[dict], curves: list[dict]):
     groups = by(drawn, "algorithm", "env_id", "steps")
     if not groups:
         return None
-    figure, axes = panels(
-        len(groups), "GPU utilisation in a run, and the median of GPU-busy seconds per million steps"
-    )
+    title = "GPU utilisation in a run, and the median of GPU-busy seconds per million steps"
+    figure, axes = panels(len(groups), title)
     for axis, ((algorithm, env_id, _), group) in zip(axes, groups.items(), strict=False):
         modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
         for mode in in_order(modes):
-            # the last: the first has compiled
-            curve = curve_of[modes[mode][-1]["sweep"], modes[mode][-1]["job"]]
+            last = modes[mode][-1]  # the first has compiled
+            curve = curve_of[last["sweep"], last["job"]]
             busy = statistics.median(map(busy_per_million, modes[mode]))
             percent = 100 * np.array(curve["gpu_utilization"])
-            axis.plot(
-                curve["gpu_seconds"],
-                percent,
-                color=COLOURS[mode],
-                label=f"{label(mode, modes[mode])}: {busy:,.0f} s",
-            )
+            text = f"{label(mode, modes[mode])}: {busy:,.0f} s"
+            axis.plot(curve["gpu_seconds"], percent, color=COLOURS[mode], label=text)
         axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
         axis.set_xlabel("seconds, start-up included")
         axis.set_ylabel("utilisation, %")

@@ -34,7 +34,7 @@ class Hardware(TypedDict):
 class Run(TypedDict):
     """What every line of a run has.
 
-    `job` names it within its sweep: script, mode, environment, steps and seed.
+    `job` names it within its sweep: script, mode, environment, steps, further arguments if any, and seed.
     """
 
     format: int
@@ -110,18 +110,23 @@ class Curve(TypedDict):
     gpu_utilization: list[float]
 
 
-class Figure(TypedDict):
-    """A line of benchmark.studies.tricks: what a call of one variant takes."""
+class Timing(TypedDict):
+    """What every line of a study that times something has."""
 
     format: int
     status: Literal["ok"]
+    versions: dict[str, str | None]
+    hardware: Hardware
+    git_commit: str | None
+
+
+class Figure(Timing):
+    """A line of benchmark.studies.tricks: what a call of one variant takes."""
+
     title: str
     variant: str
     microseconds: float
     threads: int | None
-    versions: dict[str, str | None]
-    hardware: Hardware
-    git_commit: str | None
 
 
 class Description(TypedDict):
@@ -164,57 +169,40 @@ class NoCode(Graph):
     error: str
 
 
-class Bound(TypedDict):
+class Bound(Timing):
     """A line of benchmark.studies.roofline: a script's products, and such a machine's speed."""
 
-    format: int
     script: str
     torch_threads: int
     sps: float
     mflop_per_step: float
     gflops: float
-    status: Literal["ok"]
-    versions: dict[str, str | None]
-    hardware: Hardware
-    git_commit: str | None
 
 
-class Agents(TypedDict):
+class Agents(Timing):
     """A line of benchmark.studies.agents: many agents in one process, or in many."""
 
-    format: int
-    status: Literal["ok"]
     script: str
     mode: Literal["seeds", "workers", "processes"]
     agents: int
     sps: float
     memory_mb: float
-    versions: dict[str, str | None]
-    hardware: Hardware
-    git_commit: str | None
 
 
-class Timed(TypedDict):
+class Timed(Timing):
     """A line of benchmark.studies.compile_settings: a twin under a setting."""
 
-    format: int
-    status: Literal["ok"]
     script: str
     setting: str
     cold_seconds: float | None
     warm_seconds: float
     microseconds: float
     in_company: float
-    versions: dict[str, str | None]
-    hardware: Hardware
-    git_commit: str | None
 
 
-class Size(TypedDict):
+class Size(Timing):
     """A line of benchmark.studies.scaling: a run with one size changed."""
 
-    format: int
-    status: Literal["ok"]
     script: str
     mode: Literal["compile", "sbx"]
     axis: Literal["num_envs", "batch_size", "width"]
@@ -222,25 +210,17 @@ class Size(TypedDict):
     sps: float
     updates_per_second: float
     peak_memory_mb: float
-    versions: dict[str, str | None]
-    hardware: Hardware
-    git_commit: str | None
 
 
-class Environments(TypedDict):
+class Environments(Timing):
     """A line of benchmark.studies.environments: a run with so many environments."""
 
-    format: int
-    status: Literal["ok"]
     script: str
     env_id: str
     mode: Literal["gymnasium", "envpool", "cleanrl", "sb3", "sbx"]
     num_envs: int
     seed: int
     sps: float
-    versions: dict[str, str | None]
-    hardware: Hardware
-    git_commit: str | None
 
 
 class Reached(TypedDict):

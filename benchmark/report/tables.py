@@ -60,9 +60,8 @@ def ratio(runs: list[dict], base: list[dict]) -> str:
     speed = {line["seed"]: line["sps"] for line in base if "seed" in line}
     each = [line["sps"] / speed[line["seed"]] for line in runs if line.get("seed") in speed]
     whole = statistics.median(line["sps"] for line in runs) / statistics.median(line["sps"] for line in base)
-    return f"{whole:.2f}" + (
-        f" ({min(each):.2f}-{max(each):.2f})" if len(each) > 1 and runs is not base else ""
-    )
+    several = f" ({min(each):.2f}-{max(each):.2f})" if len(each) > 1 and runs is not base else ""
+    return f"{whole:.2f}{several}"
 
 
 def median_of(lines: list[dict], key: str) -> str:
@@ -89,11 +88,8 @@ def of_agents(runs: list[dict], key: str) -> list[float]:
 
 def busy_per_million(line: dict) -> float:
     """The seconds that the GPU is busy in a million agent steps of a run that learn, over all its agents."""
-    return (
-        line["gpu_busy_seconds"]
-        / ((line["total_timesteps"] - line.get("learning_starts", 0)) * agents(line))
-        * 1e6
-    )
+    steps = (line["total_timesteps"] - line.get("learning_starts", 0)) * agents(line)
+    return 1e6 * line["gpu_busy_seconds"] / steps
 
 
 def machine_of(line: dict) -> tuple:
@@ -172,15 +168,9 @@ def speed_table(lines: list[dict]) -> str:
             name = f"{algorithm}{f', {env_id}, {steps:,} steps' if several else ''}: {name_of(mode, runs)}"
             gpu = [f"{statistics.median(busy):.0f}" if busy else ""] if on_gpu else []
             rows.append([name, spread([line["sps"] for line in runs]), *ratios, *startup, *gpu])
-    header = [
-        "",
-        "steps/s, median (range)",
-        "x eager (by seed)",
-        "x SBX (by seed)",
-        "start-up cold, s",
-        "warm, s",
-    ]
-    return markdown([*header, *(["GPU-busy s per 1M steps that learn"] if on_gpu else [])], rows)
+    header = ["", "steps/s, median (range)", "x eager (by seed)", "x SBX (by seed)", "start-up cold, s"]
+    header += ["warm, s", *(["GPU-busy s per 1M steps that learn"] if on_gpu else [])]
+    return markdown(header, rows)
 
 
 @by_machine
@@ -244,16 +234,13 @@ def tricks_table(lines: list[dict]) -> str:
 
 def cuda_code_table(lines: list[dict]) -> str:
     """Triton launches of each graph by version of torch, and what else was counted with the newest."""
-    made_with = by(
-        sorted(lines, key=lambda line: [int(part) for part in line["torch"].split(".")]), "torch", "triton"
-    )
+    in_turn = sorted(lines, key=lambda line: [int(part) for part in line["torch"].split(".")])
+    made_with = by(in_turn, "torch", "triton")
     versions = list(dict.fromkeys(torch for torch, _ in made_with))
     rows = []
     for (script, env_id, graph), group in by(lines, "script", "env_id", "graph").items():
         of = {line["torch"]: line for line in group}
-        launches = [
-            str(of[version].get("triton_launches", "fails")) if version in of else "" for version in versions
-        ]
+        launches = [str(of[name].get("triton_launches", "fails")) if name in of else "" for name in versions]
         newest = of.get(versions[-1], {"generated": False})
         counted = ["", "", ""]
         if newest["generated"]:
@@ -262,9 +249,8 @@ def cuda_code_table(lines: list[dict]) -> str:
         rows.append([f"{script}, {env_id}: {graph}", *launches, *counted])
     counted = ["other calls", "kernels that compile for sm_90", "kernels that spill registers"]
     header = ["", *(f"Triton launches, torch {version}" for version in versions), *counted]
-    errors = {
-        f"torch {line['torch']} fails: `{line['error']}`": None for line in lines if not line["generated"]
-    }
+    failed = [line for line in lines if not line["generated"]]
+    errors = dict.fromkeys(f"torch {line['torch']} fails: `{line['error']}`" for line in failed)
     below = ", ".join(f"torch {torch} with Triton {triton}" for torch, triton in made_with)
     return "\n\n".join([markdown(header, rows), *errors, below + commits(lines)])
 
@@ -275,23 +261,11 @@ def roofline_table(lines: list[dict]) -> str:
     rows = []
     for line in lines:
         bound = line["gflops"] * 1000 / line["mflop_per_step"]
-        figures = [
-            f"{line['mflop_per_step']:.1f}",
-            str(line["torch_threads"]),
-            f"{line['gflops']:.0f}",
-            f"{bound:.0f}",
-        ]
-        rows.append([line["script"], *figures, f"{line['sps']:.0f}", f"{line['sps'] / bound:.0%}"])
-    header = [
-        "",
-        "MFLOP a step",
-        "threads",
-        "GFLOP/s",
-        "the products alone, steps/s",
-        "compiled, steps/s",
-        "share",
-    ]
-    return markdown(header, rows)
+        figures = [f"{line['mflop_per_step']:.1f}", str(line["torch_threads"]), f"{line['gflops']:.0f}"]
+        figures += [f"{bound:.0f}", f"{line['sps']:.0f}", f"{line['sps'] / bound:.0%}"]
+        rows.append([line["script"], *figures])
+    header = ["", "MFLOP a step", "threads", "GFLOP/s", "the products alone, steps/s"]
+    return markdown([*header, "compiled, steps/s", "share"], rows)
 
 
 @by_machine
@@ -303,13 +277,9 @@ def agents_table(lines: list[dict]) -> str:
     rows = []
     for (script, agents), group in by(lines, "script", "agents").items():
         modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
-        speeds = [
-            spread([line["sps"] for line in modes[mode]]) if mode in modes else "" for mode in AGENT_MODES
-        ]
-        memory = [
-            f"{min(line['memory_mb'] for line in modes[mode]):.0f}" if mode in modes else ""
-            for mode in AGENT_MODES
-        ]
+        each = [modes.get(mode, []) for mode in AGENT_MODES]
+        speeds = [spread([line["sps"] for line in runs]) if runs else "" for runs in each]
+        memory = [f"{min(line['memory_mb'] for line in runs):.0f}" if runs else "" for runs in each]
         beside = ratio(modes["seeds"], modes["processes"]) if modes.keys() >= {"seeds", "processes"} else ""
         rows.append([f"{script}, {agents}", *speeds, beside, *memory])
     names = AGENT_MODES.values()
@@ -346,17 +316,11 @@ def settings_table(lines: list[dict]) -> str:
             steps = [f"{line[key]:.0f}" for key in ("microseconds", "in_company")]
             ratios = [f"{line[key] / group[0][key]:.2f}" for key in ("microseconds", "in_company")]
             figures = [figure for pair in zip(steps, ratios, strict=True) for figure in pair]
-            startup = [
-                "" if line[key] is None else f"{line[key]:.1f}" for key in ("cold_seconds", "warm_seconds")
-            ]
-            rows.append([f"{script}: {line['setting']}", *figures, *startup])
-    times = [
-        "us a gradient step",
-        "x the script's first",
-        "beside a busy process, us",
-        "x the script's first",
-    ]
-    return markdown(["", *times, "start-up cold, s", "warm, s"], rows)
+            cold = "" if line["cold_seconds"] is None else f"{line['cold_seconds']:.1f}"
+            rows.append([f"{script}: {line['setting']}", *figures, cold, f"{line['warm_seconds']:.1f}"])
+    first = "x the script's first"
+    header = ["", "us a gradient step", first, "beside a busy process, us", first]
+    return markdown([*header, "start-up cold, s", "warm, s"], rows)
 
 
 # What the axes of benchmark.studies.scaling are called, and what costs along them.
@@ -396,15 +360,9 @@ def scaling_table(lines: list[dict]) -> str:
         for line in ours:
             other = theirs.get(line["value"])
             value = f"**{line['value']}**" if line is bound else str(line["value"])
-            figures = [
-                f"{line['sps']:.0f}",
-                f"{line['updates_per_second']:.1f}",
-                f"{unit_cost(line):.0f} per {UNITS[axis]}",
-            ]
+            figures = [f"{line['sps']:.0f}", f"{line['updates_per_second']:.1f}"]
+            figures += [f"{unit_cost(line):.0f} per {UNITS[axis]}", f"{line['peak_memory_mb']:.0f}"]
             beside = [f"{other['sps']:.0f}", f"{line['sps'] / other['sps']:.2f}"] if other else ["", ""]
-            rows.append(
-                [f"{script}, {AXES[axis]} {value}", *figures, f"{line['peak_memory_mb']:.0f}", *beside]
-            )
-    return markdown(
-        ["", "steps/s", "gradient steps/s", "microseconds", "memory, MB", "SBX, steps/s", "x SBX"], rows
-    )
+            rows.append([f"{script}, {AXES[axis]} {value}", *figures, *beside])
+    header = ["", "steps/s", "gradient steps/s", "microseconds", "memory, MB", "SBX, steps/s", "x SBX"]
+    return markdown(header, rows)

@@ -9,7 +9,7 @@
 A sweep is a folder. Started again it does what is missing and what failed; runs with checkpoints go on from
 their newest one. Each run is a process of its own, and those that are compared are interleaved: every script
 in every mode with the first seed, then all of it with the next. docs/benchmark.md says more. Exit status: 0
-all runs are done, 1 some failed or were not started, 2 a bad argument, 130 after Ctrl+C.
+all runs are done, 1 some failed, 2 a bad argument, 130 after Ctrl+C.
 """
 
 import re
@@ -29,7 +29,7 @@ from benchmark.report import results
 from benchmark.report.__main__ import report_folder
 from benchmark.sweep.executors import Attempt, Slurm, ThisMachine
 from benchmark.sweep.folder import Record, claim, default_folder, read_outcome
-from benchmark.sweep.process import SAVE_SECONDS, Job, interrupt, tail
+from benchmark.sweep.process import SAVE_SECONDS, Job, tail
 from benchmark.sweep.runs import PROFILES, Args, Run, check_args, select, visible_gpus
 from benchmark.terminal import PROGRAM, say
 
@@ -38,10 +38,9 @@ class Sweep:
     """The runs of a selection on their way into the files of results of a folder."""
 
     def __init__(self, args: Args, runs: list[Run], folder: Path, gpus: list[str], lock: TextIO):
-        profile = PROFILES[args.profile]
         self.runs, self.folder, self.peers, self.most_attempts = runs, folder, args.peers, args.attempts
-        self.time_limit = 60 * (args.time_limit or profile.time_limit)
-        all_at_once = profile.every_core and args.cluster == "local"
+        self.time_limit = 60 * (args.time_limit or PROFILES[args.profile].time_limit)
+        all_at_once = args.profile == "learning" and args.cluster == "local"
         workers = args.workers or ((len(gpus) or usable_cores()) if all_at_once else 1)
         if args.cluster == "slurm":
             self.executor = Slurm(args, workers, folder, self.time_limit)
@@ -107,12 +106,13 @@ class Sweep:
         """Record the runs that have ended, or put them back into the queue for another attempt."""
         self.executor.look()
         for run, attempt in list(self.running.items()):
+            if self.executor.state(attempt).startswith("PENDING"):
+                attempt.start = time.monotonic()  # its time has not begun
             attempt.ended = (attempt.ended or time.monotonic()) if self.executor.ended(attempt) else None
             outcome = read_outcome(attempt.folder)
             # What a node has written may take a minute to be seen here.
-            if not outcome and (
-                attempt.ended is None or time.monotonic() < attempt.ended + self.executor.patience
-            ):
+            lost = attempt.ended and time.monotonic() >= attempt.ended + self.executor.patience
+            if not outcome and not lost:
                 continue
             del self.running[run]
             if not outcome:
@@ -162,11 +162,12 @@ class Sweep:
 
     def describe(self, run: Run, attempt: Attempt) -> str:
         """A run that is going on, with how far it is, or what Slurm says of one that waits."""
+        name = f"{run.algorithm} {run.mode} seed {run.seed}"
         if (state := self.executor.state(attempt)).startswith("PENDING"):
-            return state.lower()
+            return f"{name} {state.lower()}"
         log = attempt.folder / "log.txt"
         percent = re.findall(r"(\d+)%\|", tail(log, 400)) if log.exists() else []
-        return f"{run.algorithm} {run.mode} seed {run.seed}{f' {percent[-1]} %' if percent else ''}"
+        return f"{name} {percent[-1]} %" if percent else name
 
     def show(self) -> None:
         """The line of progress: rewritten in place on a terminal, elsewhere a new one a change."""
@@ -198,10 +199,8 @@ def work(args: Args, runs: list[Run], folder: Path, gpus: list[str]) -> int:
     except KeyboardInterrupt:
         status, message = 130, "stopped"
     except submitit.core.utils.FailedJobError as error:
-        status, message = (
-            2,
-            f"{PROGRAM}: error: Slurm refused the runs: {' '.join(str(error).split())[-300:]}",
-        )
+        told = " ".join(str(error).split())[-300:]
+        status, message = 2, f"{PROGRAM}: error: Slurm refused the runs: {told}"
     except (results.ResultsError, OSError) as error:
         status, message = 2, f"{PROGRAM}: error: --folder {folder}: {error}"
     if sweep:
@@ -217,7 +216,7 @@ def main() -> int:
     gpus = visible_gpus(args)
     runs = select(args, gpus)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
+        signal.signal(number, signal.default_int_handler)
     return work(args, runs, (args.folder or default_folder(args.profile)).absolute(), gpus)
 
 

@@ -82,8 +82,8 @@ class ThisMachine:
         for folder, job, place in zip(folders, jobs, places, strict=True):
             # One at a time has all cores, and PyTorch's choice of threads, to itself.
             threads = (len(self.cores[place]) or None) if self.workers > 1 else None
-            # Those that share a GPU are apart, so that few runs have one each. One that PyTorch cannot use
-            # is none of the run's.
+            # Those that share a GPU are apart, so that few runs have one each. Where PyTorch can use none,
+            # the run sees none.
             gpu = self.gpus[place % (self.workers // self.runs_per_gpu)] if self.gpus else ""
             job = replace(job, cores=self.cores[place], threads=threads, gpu=gpu)
             write_job(folder, replace(job, runs_per_gpu=self.runs_per_gpu))
@@ -91,9 +91,8 @@ class ThisMachine:
                 # A group of its own, which Ctrl+C on a terminal does not reach: the sweep ends it.
                 options = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "stderr": err, "process_group": 0}
                 command = [sys.executable, "-m", "benchmark.sweep.process", str(folder)]
-                attempts.append(
-                    Attempt(folder, subprocess.Popen(command, pass_fds=[self.lock], **options), place)
-                )
+                process = subprocess.Popen(command, pass_fds=[self.lock], **options)
+            attempts.append(Attempt(folder, process, place))
         return attempts
 
     def look(self) -> None:
@@ -133,10 +132,8 @@ class Slurm:
             self.executor = submitit.AutoExecutor(self.jobs, cluster="slurm")
         except RuntimeError as error:
             refuse(f"--cluster slurm: {error}")
-        more = {
-            key: value == "true" if value in ("true", "false") else value
-            for key, value in args.slurm_options.items()
-        }
+        flags = {"true": True, "false": False}
+        more = {key: flags.get(value, value) for key, value in args.slurm_options.items()}
         options = {"cpus_per_task": args.cores_per_job, "slurm_array_parallelism": workers}
         options |= {"slurm_partition": args.partition} if args.partition else {}
         options |= {"gpus_per_node": args.gpus_per_job} if args.gpus_per_job else {}

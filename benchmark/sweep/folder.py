@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -67,7 +66,7 @@ def describe(folder: Path, profile: str) -> str:
     if sweep["profile"] != profile:
         refuse(f"--folder {folder}: has a sweep of profile {sweep['profile']}, not {profile}")
     if sweep["git_commit"] != now:
-        print(f"{folder} was begun at commit {sweep['git_commit']}, this is {now}", file=sys.stderr)
+        say(f"{folder} was begun at commit {sweep['git_commit']}, this is {now}")
     return sweep["id"]
 
 
@@ -109,7 +108,8 @@ class Record:
         line = about | {"attempts": attempts, "algorithm": run.algorithm, "mode": run.mode}
         line |= {"env_id": run.env_id, "seed": run.seed, "steps": run.steps}
         line |= {key: value for key, value in outcome.items() if key not in ("summary", "curve")}
-        full, curve = outcome.get("summary", {}) | line, about | outcome.get("curve", {})
+        starts = {} if run.learning_starts is None else {"learning_starts": run.learning_starts}
+        full, curve = starts | outcome.get("summary", {}) | line, about | outcome.get("curve", {})
         try:
             results.check_run(full)
             if full["status"] == "ok":

@@ -18,7 +18,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import pynvml
@@ -132,11 +131,6 @@ def begin() -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # by which Slurm tells submitit that time is up
 
 
-def interrupt(*_) -> NoReturn:
-    """The handler of SIGTERM."""
-    raise KeyboardInterrupt
-
-
 def watch(process: subprocess.Popen, time_limit: float, gpu: GpuSampler) -> str | None:
     """Sample until the process ends; returns why it failed where it took too long.
 
@@ -187,7 +181,7 @@ def training_seconds(summary: dict) -> float:
 def run_job(folder: Path) -> None:
     """Do the job of a folder, and write outcome.json, whole or not at all."""
     job = Job(**json.loads((folder / "job.json").read_text()))
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
     if job.cores:
         os.sched_setaffinity(0, job.cores)
     env, cache, runs = variables(job), Path(job.cache), folder / "runs"

@@ -37,7 +37,7 @@ class Task:
     quick: int
     speed: int
     full: int
-    learning: int
+    """and in the profile learning"""
     learning_env_ids: tuple[str, ...]
     """environments of the profile learning"""
     learning_seeds: tuple[int, ...]
@@ -53,15 +53,12 @@ class Task:
 
 
 TASKS = {
-    "sac_continuous_action": Task(3000, 6000, 1_000_000, 1_000_000, MUJOCO, (1, 2, 3), learning_starts=5_000),
-    "td3_continuous_action": Task(
-        3000, 6000, 1_000_000, 1_000_000, MUJOCO, (1, 2, 3), learning_starts=25_000
-    ),
+    "sac_continuous_action": Task(3000, 6000, 1_000_000, MUJOCO, (1, 2, 3), learning_starts=5_000),
+    "td3_continuous_action": Task(3000, 6000, 1_000_000, MUJOCO, (1, 2, 3), learning_starts=25_000),
     "ppo_continuous_action": Task(
         quick=20 * 2048,
         speed=30 * 2048,
         full=1_000_000,
-        learning=1_000_000,
         learning_env_ids=(*MUJOCO, "Ant-v4", "InvertedPendulum-v4", "Reacher-v4", "Humanoid-v4"),
         learning_seeds=tuple(range(1, 11)),
     ),
@@ -69,7 +66,6 @@ TASKS = {
         quick=100 * 512,
         speed=200 * 512,
         full=500_000,
-        learning=500_000,
         learning_env_ids=("CartPole-v1", "Acrobot-v1", "MountainCar-v0"),
         learning_seeds=tuple(range(1, 11)),
         env_id="CartPole-v1",
@@ -79,7 +75,6 @@ TASKS = {
         quick=8 * 1024,
         speed=12 * 1024,
         full=10_000_000,
-        learning=10_000_000,
         learning_env_ids=("Pong-v5", "Breakout-v5"),
         learning_seeds=(1, 2),
         env_id="Breakout-v5",
@@ -90,7 +85,6 @@ TASKS = {
         quick=30_000,
         speed=60_000,
         full=500_000,
-        learning=500_000,
         learning_env_ids=("CartPole-v1", "Acrobot-v1", "MountainCar-v0"),
         learning_seeds=(1, 2, 3, 4, 5),
         learning_starts=10_000,
@@ -109,8 +103,6 @@ class Profile:
     time_limit: float
     checkpoint_every: int | None = None
     """agent steps between two checkpoints, from which a run that was stopped goes on"""
-    every_core: bool = False
-    """as many runs at a time as there are cores or, where there are some, GPUs; otherwise one"""
 
 
 ALL = ("eager", "twin", "compile", "cudagraphs", "both")
@@ -119,7 +111,7 @@ PROFILES = {
     "speed": Profile(modes=ALL, seeds=(1, 2, 3), time_limit=20),
     "full": Profile(modes=ALL, seeds=(21, 31, 41), time_limit=48 * 60, checkpoint_every=50_000),
     # In one mode: the fastest that the machine can run.
-    "learning": Profile(modes=(), seeds=None, time_limit=48 * 60, checkpoint_every=50_000, every_core=True),
+    "learning": Profile(modes=(), seeds=None, time_limit=48 * 60, checkpoint_every=50_000),
 }
 
 
@@ -152,13 +144,13 @@ class Args:
     """the sweep's folder, by default sweeps/<profile>-<commit>"""
     workers: int | None = None
     """runs at a time, each with its share of the cores and a GPU; 1, in the profile learning one a GPU or,
-    without, a core"""
+    without, a core (on Slurm 1)"""
     runs_per_gpu: int = 1
-    """so many runs at a time on each of these GPUs: small networks leave one idle"""
+    """runs at a time on each GPU of --workers: a small network leaves one idle"""
     attempts: int = 2
     """how often a run that fails is tried"""
     time_limit: float | None = None
-    """minutes after which a run counts as hanging"""
+    """minutes after which a run counts as hanging; 10 in quick, 20 in speed, else two days"""
     cluster: str = "local"
     """local, or slurm: one array of jobs"""
     partition: str | None = None
@@ -199,10 +191,9 @@ class Run:
     def command(self, peers: Path | None) -> list[str]:
         """The command that does it, of a library with the interpreter `peers`."""
         values = {"env-id": self.env_id, "seed": self.seed, "total-timesteps": self.steps}
-        values |= {} if self.learning_starts is None else {"learning-starts": self.learning_starts}
-        values |= {} if self.checkpoint_every is None else {"checkpoint-every": self.checkpoint_every}
-        values |= dict(self.options)
-        options = [f"--{name}={value}".removesuffix("=") for name, value in values.items()]
+        values |= {"learning-starts": self.learning_starts, "checkpoint-every": self.checkpoint_every}
+        given = {name: value for name, value in values.items() if value is not None} | dict(self.options)
+        options = [f"--{name}={value}".removesuffix("=") for name, value in given.items()]
         if self.mode in PEERS:
             library = [] if self.mode == "cleanrl" else [self.mode]
             program = ROOT / "benchmark" / "peers" / f"{'cleanrl' if not library else 'sb3_sbx'}.py"
@@ -213,24 +204,13 @@ class Run:
 
 def check_args(args: Args) -> None:
     """Refuse argument values that cannot work."""
-    for name, known in (
-        ("profile", PROFILES),
-        ("scripts", TASKS),
-        ("modes", MODES),
-        ("cluster", ("local", "slurm")),
-    ):
+    named = {"profile": PROFILES, "scripts": TASKS, "modes": MODES, "cluster": ("local", "slurm")}
+    for name, known in named.items():
         given = getattr(args, name) or ()
         check_names(name, (given,) if isinstance(given, str) else given, known)
-    least = {
-        "workers": 1,
-        "runs_per_gpu": 1,
-        "attempts": 1,
-        "total_timesteps": 1,
-        "time_limit": 0.01,
-        "gpus_per_job": 0,
-        "cores_per_job": 1,
-    }
-    for name, low in (least | {"checkpoint_every": 1}).items():
+    least = dict.fromkeys(("workers", "runs_per_gpu", "attempts", "total_timesteps", "checkpoint_every"), 1)
+    least |= {"time_limit": 0.01, "gpus_per_job": 0, "cores_per_job": 1}
+    for name, low in least.items():
         value = getattr(args, name)
         if value is not None and not (low <= value < float("inf")):
             refuse(f"--{name.replace('_', '-')} takes a number from {low}, got {value}")
@@ -258,7 +238,7 @@ def obstacle(mode: str, script: str, args: Args, gpus: list[str]) -> str | None:
     if mode in SEEDS and not script_of(script, mode).exists():
         return f"needs leanrl/{script_of(script, mode).name}, which there is not"
     if mode in PEERS and args.options:
-        return "has other arguments than --options"
+        return "does not take --options, which are arguments of our scripts"
     if mode in CUDA_MODES and not gpus:
         slurm = args.cluster == "slurm"
         return f"needs CUDA{': --gpus-per-job asks for GPUs' if slurm else ', and there is no device'}"
@@ -278,7 +258,7 @@ def select(args: Args, gpus: list[str]) -> list[Run]:
     skipped = set()
     for script in args.scripts:
         task = TASKS[script]
-        steps = args.total_timesteps or getattr(task, args.profile)
+        steps = args.total_timesteps or getattr(task, "full" if learning else args.profile)
         learning_starts = task.learning_starts
         if learning_starts is not None and profile.checkpoint_every is None:
             learning_starts = min(1000, steps // 3)
