@@ -12,7 +12,7 @@ Run:   python sac_continuous_action.py --env-id HalfCheetah-v4
 Twin:  sac_continuous_action_torchcompile.py computes the same, compiled and captured. Read their diff.
 
 Deviations from the paper; the first three are CleanRL's:
-- the critics learn at 1e-3 and the actor at 3e-4 (paper: 3e-4 for both);
+- the critics and the entropy coefficient learn at 1e-3, the actor at 3e-4 (paper: all at 3e-4);
 - every `policy_frequency`-th gradient step updates the actor, `policy_frequency` times on that step's batch;
 - log(std) is squashed into [-5, 2] by a tanh (paper: clipped to [-20, 2]);
 - the entropy coefficient learns from the log-probabilities of the actor's loss (CleanRL: of new actions);
@@ -234,7 +234,7 @@ def make_env(args: Args, videos: Path | None = None) -> gym.Env:
     warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature has figures of -v4
     try:
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
-    except gym.error.Error as error:
+    except (gym.error.Error, ImportError) as error:
         refuse(f"--env-id {args.env_id}: {error}")
     obs, actions = env.observation_space, env.action_space
     boxes = isinstance(obs, gym.spaces.Box) and isinstance(actions, gym.spaces.Box)

@@ -12,6 +12,7 @@ Paper: Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic
 Run:   python td3_continuous_action_seeds.py --seeds 1 2 3 4 --env-id HalfCheetah-v4 --compile --cudagraphs
 Twin:  td3_continuous_action_torchcompile.py, one agent: each here begins as it does, and draws other numbers.
 Tags:  every place that differs from it opens with `# [seeds k]`; docs/tricks.md has a chapter on each k.
+Shapes: docstrings have those of one agent, as in the twin; here an axis of agents stands in front of them.
 
 Deviations from the paper; the first is CleanRL's and that of the authors' later code:
 - networks of 256 and 256 units, batches of 256, learning rate 3e-4, 25,000 random steps (paper: 400 and 300,
@@ -88,7 +89,7 @@ class Args:
     cudagraphs: bool = False  # capture the policy and the gradient step as CUDA graphs
 
     env_id: str = "HalfCheetah-v4"  # the id of the environment: any with bounded vectors as actions
-    total_timesteps: Count = 1_000_000  # agent steps in all, over all environments
+    total_timesteps: Count = 1_000_000  # agent steps of each agent, over its environments
     num_envs: Count = 1  # the number of parallel environments of each agent
     env_workers: bool = False  # step each environment in a process of its own
     buffer_size: Count = 1_000_000  # transitions that the replay buffer of each agent holds
@@ -251,7 +252,7 @@ def make_env(args: Args, videos: Path | None = None) -> gym.Env:
     warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature has figures of -v4
     try:
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
-    except gym.error.Error as error:
+    except (gym.error.Error, ImportError) as error:
         refuse(f"--env-id {args.env_id}: {error}")
     obs, actions = env.observation_space, env.action_space
     boxes = isinstance(obs, gym.spaces.Box) and isinstance(actions, gym.spaces.Box)
@@ -618,9 +619,10 @@ if __name__ == "__main__":
                 final_obs[index] = infos["final_obs"][index]
                 episode = infos["final_info"]["episode"]
                 agent = index // args.num_envs  # [seeds 4]
-                returns[agent].append(float(episode["r"][index]))
-                writers[agent].add_scalar("charts/episodic_return", episode["r"][index], global_step)
-                writers[agent].add_scalar("charts/episodic_length", episode["l"][index], global_step)
+                if agent not in lost:  # [seeds 5]
+                    returns[agent].append(float(episode["r"][index]))
+                    writers[agent].add_scalar("charts/episodic_return", episode["r"][index], global_step)
+                    writers[agent].add_scalar("charts/episodic_length", episode["l"][index], global_step)
 
             transitions = [obs, actions, rewards[:, None], terminated[:, None], final_obs]
             rows = np.concatenate(transitions, axis=1, dtype=np.float32)

@@ -106,7 +106,7 @@ def taken_over(name: str = "learning") -> tuple[list[dict], list[dict]]:
 def test_runs_are_taken_over_as_far_as_they_are(sweep):
     learning.take_over([sweep])
     lines, drawn = taken_over()
-    # Not what failed, what has several agents or what has another mode; and a seed once, in a mode in which people run the twin.
+    # Not what failed, nor what has several agents; and a seed once, in a mode in which people run the twin.
     assert [(run["seed"], run["mode"]) for run in lines] == [(9, "compile"), (10, "compile")]
     reached = [lines[0][key] for key in ("total_timesteps", "episodic_return", "sps", "git_commit")]
     assert reached == [200_000, 149.5, None, "abc"]

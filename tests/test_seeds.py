@@ -155,12 +155,13 @@ def test_agents_do_not_depend_on_each_other_nor_on_one_that_is_lost(name, monkey
     summary = json.loads(told.out)
     assert summary["lost_seeds"] == {"2": reason}
     assert summary["episodic_return"] == summary["episodic_return_10"] == [3, None, 3]
-    assert (summary["episodes"], summary["eval_returns"]) == ([20, 20, 20], [[3, 3], [], [3, 3]])
+    assert (summary["episodes"], summary["eval_returns"]) == ([20, 2, 20], [[3, 3], [], [3, 3]])
 
     # What it has left is from before the loss; the others go on without it, and all are evaluated.
     folders = [tmp_path / folder for folder in broken["folders"]]
     saved = [sorted(int(path.stem) for path in folder.glob("*.pt")) for folder in folders]
     assert saved == [[58, 60], [2, 4], [58, 60]]
+    assert [curves(folder)["charts/episodic_return"][-1][0] for folder in folders] == [60, 6, 60]
     assert train(None, 70, "--seeds", 1, 3, "--resume", folders[0], folders[2])["updates"] == 59
     evaluated = train(None, 60, "--eval-episodes", 1, "--seeds", 1, 2, 3, "--evaluate", *folders)
     assert evaluated["eval_returns"] == [[3], [3], [3]]

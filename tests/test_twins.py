@@ -57,7 +57,7 @@ def test_definitions_of_eager_scripts_are_identical_to_the_letter(title):
 def test_the_diff_is_short_and_every_hunk_is_tagged(name):
     files = [ROOT / "leanrl" / f"{file}.py" for file in (SIBLINGS[name], name)]
     diff = subprocess.run(["diff", *files], capture_output=True, text=True).stdout
-    most = 157 if name == "dqn_torchcompile" else 146 if name in TWINS else 272
+    most = 157 if name == "dqn_torchcompile" else 146 if name in TWINS else 276
     assert 0 < len(re.findall("^[<>]", diff, flags=re.MULTILINE)) <= most
     body = text(name)[: text(name).index("# ---- Run")].count("\n")
     for line, lines in hunks(text(SIBLINGS[name]), text(name)):
@@ -73,7 +73,7 @@ def test_a_script_is_read_in_one_sitting_and_its_loop_on_one_screen(name):
     assert len(copy_shared.section(text(name), "Run").strip().splitlines()) <= 110
     loops = [node for node in ast.walk(ast.parse(text(name))) if isinstance(node, ast.While)]
     [loop] = [node for node in loops if ast.unparse(node.test) == "not last"]
-    longest = 74 if name in SEEDS else 58 if name.startswith("ppo") else 51 if name in SCRIPTS else 54
+    longest = 75 if name in SEEDS else 58 if name.startswith("ppo") else 51 if name in SCRIPTS else 54
     assert loop.end_lineno - loop.lineno + 1 <= longest
 
 
