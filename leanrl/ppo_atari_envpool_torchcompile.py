@@ -507,7 +507,7 @@ if __name__ == "__main__":
         torch._dynamo.config.trace_autograd_ops = True  # [fast 2] the gradient, too, without a break
         torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
         torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes 5 s
-        # On a GPU one kernel then joins the gradient's 13 parts.
+        # So that on a GPU one kernel joins the gradient's 13 parts.
         torch._inductor.config.max_pointwise_cat_inputs = 16
         functions = [torch.compile(function, fullgraph=True) for function in functions]
     # [fast 4] A captured graph is launched at once.

@@ -246,7 +246,7 @@ def make_env(args: Args, videos: Path | None = None) -> gym.Env:
     """Build an environment with flat observations, filmed into the folder `videos`."""
     try:
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
-    except (gym.error.Error, ImportError) as error:
+    except gym.error.Error as error:
         refuse(f"--env-id {args.env_id}: {error}")
     obs, actions = env.observation_space, env.action_space
     if not (isinstance(obs, gym.spaces.Box) and isinstance(actions, DISCRETE)):

@@ -12,7 +12,7 @@ Paper: Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", arXiv:1
 Run:   python sac_continuous_action_seeds.py --seeds 1 2 3 4 --env-id HalfCheetah-v4 --compile --cudagraphs
 Twin:  sac_continuous_action_torchcompile.py, one agent: each here begins as it does, and draws other numbers.
 Tags:  every place that differs from it opens with `# [seeds k]`; docs/tricks.md has a chapter on each k.
-Shapes: docstrings have those of one agent, as in the twin; here an axis of agents stands in front of them.
+Shapes: those of one agent where a docstring names no agents. An axis of agents is in front, in act flattened.
 
 Deviations from the paper; the first three are CleanRL's:
 - the critics and the entropy coefficient learn at 1e-3, the actor at 3e-4 (paper: all at 3e-4);
@@ -255,7 +255,7 @@ def make_env(args: Args, videos: Path | None = None) -> gym.Env:
     warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature has figures of -v4
     try:
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
-    except (gym.error.Error, ImportError) as error:
+    except gym.error.Error as error:
         refuse(f"--env-id {args.env_id}: {error}")
     obs, actions = env.observation_space, env.action_space
     boxes = isinstance(obs, gym.spaces.Box) and isinstance(actions, gym.spaces.Box)

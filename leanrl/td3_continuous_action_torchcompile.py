@@ -241,7 +241,7 @@ def make_env(args: Args, videos: Path | None = None) -> gym.Env:
     warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature has figures of -v4
     try:
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
-    except (gym.error.Error, ImportError) as error:
+    except gym.error.Error as error:
         refuse(f"--env-id {args.env_id}: {error}")
     obs, actions = env.observation_space, env.action_space
     boxes = isinstance(obs, gym.spaces.Box) and isinstance(actions, gym.spaces.Box)

@@ -29,7 +29,6 @@ FRACTIONS = ("gamma", "tau", "gae_lambda", "start_e", "end_e", "exploration_frac
 # Environments, what is said about them, and by which scripts.
 UNFIT = [
     ("HalfCheetah-v99", "doesn't exist", (SAC, TD3, PPO, CHOICES, DQN)),
-    ("HalfCheetah-v3", "gymnasium-robotics", (SAC, TD3, PPO, CHOICES, DQN)),
     ("envs:DictObs-v0", "not Dict(", (SAC, TD3, PPO, CHOICES, DQN)),
     ("CartPole-v1", "not Box(", (SAC, TD3, PPO)),
     ("envs:Unbounded-v0", "bounded vectors as actions", (SAC, TD3)),

@@ -126,7 +126,11 @@ def test_runs_are_taken_over_as_far_as_they_are(sweep):
     assert drawn[0]["step"] == [1, 1_000_000]
 
 
-def test_variants_have_a_table_of_their_own(sweep):
+def test_variants_have_a_table_of_their_own(sweep, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["learning", "--file", "ablation", str(sweep)])
+    with pytest.raises(SystemExit):  # without --variant
+        learning.main()
+    assert not list(learning.RESULTS.glob("*.jsonl"))
     for variant in ("truncation", "both"):
         learning.take_over([sweep], variant)
     assert not (learning.RESULTS / "learning.jsonl").exists()

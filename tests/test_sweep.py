@@ -298,6 +298,7 @@ def refused(capsys, folder: Path, *args, gpus: tuple[str, ...] = ()) -> list[str
     [
         (["--modes", "fast"], "--modes takes eager, twin, compile, cudagraphs, both, "),
         (["--modes", "sbx"], "--modes cleanrl, sb3, sbx need --peers"),
+        (["--peers", "/"], "--peers takes a Python interpreter, got /"),
         (["--modes", "cudagraphs"], "nothing is selected"),
         (["--cluster", "pbs"], "--cluster takes local, slurm; got pbs"),
         (["--workers", "0"], "--workers takes a number from 1"),

@@ -357,7 +357,7 @@ def natural(line: dict) -> tuple[str, int, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folders", nargs="+", type=Path, help="folders of sweeps")
-    parser.add_argument("--variant", help="the name of the changed copy, or the other arguments, of the runs")
+    parser.add_argument("--variant", help="a name for what the runs have changed: the script, or arguments")
     parser.add_argument("--file", help="the file of results/ for a variant's runs, by default ablation")
     args = parser.parse_args()
     if args.file and not args.variant:

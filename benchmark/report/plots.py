@@ -149,8 +149,8 @@ def plot_returns(lines: list[dict], curves: list[dict], key: str):
 
 def plot_scaling(lines: list[dict]):
     """Cost against sizes: a panel an axis, a marker a script, filled where another resource binds."""
-    title = "What an agent step, a row of a batch and a gradient step cost, by size"
-    figure, axes = panels(len(AXES) + 1, title)
+    heading = "What an agent step, a row of a batch and a gradient step cost, by size"
+    figure, axes = panels(len(AXES) + 1, heading)
     for axis, (name, title) in zip(axes, AXES.items(), strict=False):
         along = [line for line in lines if line["axis"] == name]
         for (script, mode), group in by(along, "script", "mode").items():

@@ -240,7 +240,7 @@ def cuda_code_table(lines: list[dict]) -> str:
     rows = []
     for (script, env_id, graph), group in by(lines, "script", "env_id", "graph").items():
         of = {line["torch"]: line for line in group}
-        launches = [str(of[name].get("triton_launches", "fails")) if name in of else "" for name in versions]
+        launches = [str(of[at].get("triton_launches", "fails")) if at in of else "" for at in versions]
         newest = of.get(versions[-1], {"generated": False})
         counted = ["", "", ""]
         if newest["generated"]:

@@ -12,7 +12,7 @@ from benchmark import ROOT
 from benchmark.machine import commit, git
 from benchmark.report import results
 from benchmark.sweep.process import SAVE_SECONDS, checkpoints
-from benchmark.sweep.runs import Run
+from benchmark.sweep.runs import PEERS, Run
 from benchmark.terminal import refuse, say
 
 
@@ -108,8 +108,9 @@ class Record:
         line = about | {"attempts": attempts, "algorithm": run.algorithm, "mode": run.mode}
         line |= {"env_id": run.env_id, "seed": run.seed, "steps": run.steps}
         line |= {key: value for key, value in outcome.items() if key not in ("summary", "curve")}
-        starts = {} if run.learning_starts is None else {"learning_starts": run.learning_starts}
-        full, curve = starts | outcome.get("summary", {}) | line, about | outcome.get("curve", {})
+        full, curve = outcome.get("summary", {}) | line, about | outcome.get("curve", {})
+        if run.mode in PEERS and full["status"] == "ok":  # our scripts' summaries say it
+            full |= {"learning_starts": run.learning_starts or 0}
         try:
             results.check_run(full)
             if full["status"] == "ok":
