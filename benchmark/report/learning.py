@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import statistics
-import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -29,7 +28,7 @@ from benchmark.sweep.runs import PEERS, SEEDS
 from benchmark.terminal import refuse
 
 LAST = 100  # training episodes, whose mean return is what a run has reached
-ENDS = {"1M": 1.0, "500k": 0.5}  # steps of the literature's runs that ours have, too, in millions
+ENDS = {"10M": 10.0, "1M": 1.0, "500k": 0.5}  # millions of steps of the literature's runs and ours
 THROUGH = 0.95  # of the steps of the longest run: what is less far is not part of a mean, nor in the README
 SOURCES = ("CleanRL", "Stable-Baselines3 zoo", "authors", "others")  # columns of the literature's figures
 # modes, which compute the same: the twin as people run it, without a GPU and with one
@@ -41,7 +40,7 @@ HEADLINE = {  # what the README shows of each algorithm
     "td3_continuous_action": "HalfCheetah-v4",
     "ppo_continuous_action": "HalfCheetah-v4",
     "ppo": "CartPole-v1",
-    "ppo_atari_envpool": "Pong-v5",
+    "ppo_atari_envpool": "Breakout-v5",
     "dqn": "CartPole-v1",
 }
 
@@ -218,14 +217,11 @@ def draw(axis, curves: list[dict], key: str) -> None:
 
 
 def mark(axis, algorithm: str, env_id: str, key: str) -> None:
-    """CleanRL's figure: by steps, a point where our runs end; by time, a level; after more steps, told."""
+    """CleanRL's figure: by steps, a point where its runs and ours end; by time, a level."""
     styles = itertools.cycle(["--", ":"])
     for line in literature().get((algorithm, env_id, "CleanRL"), []):
         label = ", ".join(filter(None, [f"CleanRL, {line['steps']} steps", line["note"]]))
-        if line["steps"] not in ENDS:
-            label = textwrap.fill(f"{label}: {line['mean']:g} ± {line['spread']:g}", 30)
-            axis.plot([], [], " ", label=label)
-        elif key == "step":
+        if key == "step":
             style = {"fmt": "s" if line["note"] else "D", "color": LITERATURE, "capsize": 4}
             axis.errorbar(ENDS[line["steps"]], line["mean"], line["spread"], label=label, **style)
         else:
@@ -238,7 +234,7 @@ def finish(axis, title: str, key: str) -> None:
     axis.set_title(title, fontsize=11)
     axis.set_xlabel({"step": "million agent steps", "seconds": "minutes, start-up included"}[key])
     axis.set_ylabel("return of training episodes")
-    axis.legend(frameon=False, fontsize=9, loc="best")
+    axis.legend(framealpha=0.8, edgecolor="none", fontsize=9, loc="best")
 
 
 def plot_returns_of(algorithm: str, lines: list[dict], curves: list[dict]):
