@@ -46,7 +46,7 @@ def test_returns_stand_beside_the_literature():
     start = f"| {TD3}, HalfCheetah-v4 | 1.00M | 2 | 9500 [9000, 10000] |"
     assert first.startswith(f"{start} 9000, 10000 | 9583 ± 126 |")
     assert "9637 ± 859, best of a run" in first and "Tianshou 10201 ± 773, best of a run" in first
-    assert second.startswith(f"| {TD3}, HalfCheetah-v4 | 1.00M of 3.00M | 1 | 7000 |")
+    assert second.startswith(f"| {TD3}, HalfCheetah-v4 | 1.00M of 3.00M | 1 | 7000 | 7000 | 9583 ± 126, 1M |")
     assert third.startswith(f"| {TD3}, Hopper-v4 | 0.30M of 1.00M | 1 | 500 | 500 | 3135 ± 360 |")
     assert below == [f"On their way: {TD3} HalfCheetah-v4 seed 4 at 0.90M: 1.0.", "A CPU; torch 2"]
     # The README's has what has ended.

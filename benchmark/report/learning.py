@@ -10,7 +10,6 @@ docs/learning.md of it.
 """
 
 import argparse
-import itertools
 import json
 import statistics
 import warnings
@@ -28,7 +27,6 @@ from benchmark.sweep.runs import PEERS, SEEDS
 from benchmark.terminal import refuse
 
 LAST = 100  # training episodes, whose mean return is what a run has reached
-ENDS = {"10M": 10.0, "1M": 1.0, "500k": 0.5}  # millions of steps of the literature's runs and ours
 THROUGH = 0.95  # of the steps of the longest run: what is less far is not part of a mean, nor in the README
 SOURCES = ("CleanRL", "Stable-Baselines3 zoo", "authors", "others")  # columns of the literature's figures
 # modes, which compute the same: the twin as people run it, without a GPU and with one
@@ -64,6 +62,11 @@ def millions(steps: int) -> str:
     return f"{steps / 1e6:.2f}M"
 
 
+def counted(steps: str) -> int:
+    """A number of steps as the literature's lines have it: 1M and 500k are 1,000,000 and 500,000."""
+    return int(steps[:-1]) * {"k": 1000, "M": 1_000_000}[steps[-1]]
+
+
 def told(value: float) -> str:
     """A return; a small one, such as Pong's, with a decimal."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}"
@@ -87,13 +90,13 @@ def literature() -> dict[tuple, list[dict]]:
     return by(lines, "algorithm", "env_id", "source")
 
 
-def reached_by_others(lines: list[dict]) -> str:
-    """The literature's figures of one cell."""
+def reached_by_others(lines: list[dict], asked: int) -> str:
+    """The literature's figures of one cell, with their steps where those are not the ones asked for."""
     cells = []
     for line in lines:
         name = line["about"].split(",")[0].split("'")[0] if line["source"] == "others" else ""
         figures = f"{name} {line['mean']:g} ± {line['spread']:g}".strip()
-        steps = line["steps"] if line["steps"] not in ENDS else ""
+        steps = line["steps"] if counted(line["steps"]) != asked else ""
         cells.append(", ".join(filter(None, [figures, steps, line["note"]])))
     return "; ".join(cells)
 
@@ -120,7 +123,7 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
         steps = millions(most) + ("" if is_through(most, asked) else f" of {millions(asked)}")
         cells = [f"{algorithm}, {env_id}", steps, str(len(runs)), reached(runs)]
         cells += [] if short else [", ".join(told(run["episodic_return"]) for run in runs)]
-        cells += [reached_by_others(others.get((algorithm, env_id, name), [])) for name in sources]
+        cells += [reached_by_others(others.get((algorithm, env_id, name), []), asked) for name in sources]
         rows.append(cells)
     header = ["", "steps", "seeds", "mean return [95 % interval]", *([] if short else ["by seed"]), *sources]
     if short:
@@ -217,16 +220,20 @@ def draw(axis, curves: list[dict], key: str) -> None:
 
 
 def mark(axis, algorithm: str, env_id: str, key: str) -> None:
-    """CleanRL's figure: by steps, a point where its runs and ours end; by time, a level."""
-    styles = itertools.cycle(["--", ":"])
-    for line in literature().get((algorithm, env_id, "CleanRL"), []):
-        label = ", ".join(filter(None, [f"CleanRL, {line['steps']} steps", line["note"]]))
+    """CleanRL's figures: by steps, points where its runs ended, side by side; by time, levels."""
+    styles = [("D", "--"), ("s", ":"), ("^", "-.")]
+    lines = literature().get((algorithm, env_id, "CleanRL"), [])
+    for place, (line, (marker, dashes)) in enumerate(zip(lines, styles, strict=False)):
+        label = f"CleanRL, {line['note'] or line['steps'] + ' steps'}"
         if key == "step":
-            style = {"fmt": "s" if line["note"] else "D", "color": LITERATURE, "capsize": 4}
-            axis.errorbar(ENDS[line["steps"]], line["mean"], line["spread"], label=label, **style)
+            end = counted(line["steps"]) / 1e6 * (1 + 0.025 * place)  # equal figures would hide each other
+            style = {"fmt": marker, "color": LITERATURE, "capsize": 4}
+            axis.errorbar(end, line["mean"], line["spread"], label=label, **style)
         else:
-            style = {"color": LITERATURE, "linestyle": next(styles), "linewidth": 1.2}
-            axis.axhline(line["mean"], label=label, **style)
+            style = {"color": LITERATURE, "linestyle": dashes, "linewidth": 1.2}
+            # Of many points, for which a legend makes room.
+            minutes = np.linspace(0, max(max(drawn.get_xdata()) for drawn in axis.lines), 100)
+            axis.plot(minutes, np.full(100, line["mean"]), label=label, **style)
 
 
 def finish(axis, title: str, key: str) -> None:
