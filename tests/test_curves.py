@@ -167,6 +167,21 @@ def test_a_mean_is_drawn_by_steps_and_each_seed_by_time(key, lines, intervals):
     assert sorted(axis.get_legend_handles_labels()[1]) == ["LeanRL, 2 seeds", "LeanRL, under way"]
 
 
+def test_figures_of_cleanrl_are_told_apart():
+    """Points side by side, also of equal figures; levels over the time of the runs."""
+    _, (by_step, by_time) = plots.panels(2, "")
+    by_time.plot([0, 20], [0, 1])
+    for axis, key in ((by_step, "step"), (by_time, "seconds")):
+        learning.mark(axis, "ppo_atari_envpool", "Pong-v5", key)
+    points = [point for point, *_ in by_step.containers]
+    assert [point.get_xdata()[0] for point in points] == [10, 10.25, 10.5]
+    levels = by_time.lines[1:]
+    assert [level.get_xdata()[[0, -1]].tolist() for level in levels] == 3 * [[0, 20]]
+    for drawn in (points, levels):
+        assert [found.get_ydata()[0] for found in drawn] == [20.45, 20.6, 20.6]
+        assert len({(found.get_marker(), found.get_linestyle()) for found in drawn}) == 3
+
+
 def test_evaluations_are_drawn_by_steps_beside_training():
     """Of the seeds that have two or more."""
     runs = [line(seed, 1.0) for seed in (1, 2, 3, 4)]

@@ -222,8 +222,8 @@ def draw(axis, curves: list[dict], key: str) -> None:
 def mark(axis, algorithm: str, env_id: str, key: str) -> None:
     """CleanRL's figures: by steps, points where its runs ended, side by side; by time, levels."""
     styles = [("D", "--"), ("s", ":"), ("^", "-.")]
-    lines = literature().get((algorithm, env_id, "CleanRL"), [])
-    for place, (line, (marker, dashes)) in enumerate(zip(lines, styles, strict=False)):
+    for place, line in enumerate(literature().get((algorithm, env_id, "CleanRL"), [])):
+        marker, dashes = styles[place]
         label = f"CleanRL, {line['note'] or line['steps'] + ' steps'}"
         if key == "step":
             end = counted(line["steps"]) / 1e6 * (1 + 0.025 * place)  # equal figures would hide each other
@@ -231,8 +231,7 @@ def mark(axis, algorithm: str, env_id: str, key: str) -> None:
             axis.errorbar(end, line["mean"], line["spread"], label=label, **style)
         else:
             style = {"color": LITERATURE, "linestyle": dashes, "linewidth": 1.2}
-            # Of many points, for which a legend makes room.
-            minutes = np.linspace(0, max(max(drawn.get_xdata()) for drawn in axis.lines), 100)
+            minutes = np.linspace(0, axis.dataLim.xmax, 100)  # a legend makes room for points, not for lines
             axis.plot(minutes, np.full(100, line["mean"]), label=label, **style)
 
 
