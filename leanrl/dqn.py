@@ -1,8 +1,9 @@
+# LeanRL 0.1.0
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
 #     "torch>=2.11,<2.16", "gymnasium[classic-control]>=1.4,<1.5", "numpy>=2,<3", "tyro>=1,<2",
-#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.15",
+#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.16",
 # ]
 # ///
 """Deep Q-learning (DQN) for discrete actions: the eager script.
@@ -46,22 +47,19 @@ import torch.nn.functional as F
 import tyro
 from filelock import FileLock, Timeout
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 # ---- Arguments ---------------------------------------------------------------------------------------------
-Index = Annotated[int, Field(ge=0, lt=2**63)]
-Count = Annotated[int, Field(ge=1, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
-    seed: Index = 1  # seed of the experiment
+    seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: bfloat16
     track: bool = False  # also send the logs to Weights & Biases
@@ -69,164 +67,28 @@ class Args:
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
     capture_video: bool = False  # record videos of the first environment under runs/<run>/videos
     save_model: bool = False  # write a checkpoint at the end
-    checkpoint_every: Count | None = None  # agent steps between two checkpoints; the newest two are kept
+    checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
     resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
     evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: Count | None = None  # episodes of an evaluation, else 10; if given, one is made at the end
-    eval_every: Count | None = None  # agent steps between two evaluations; the best agent is kept as best.pt
-    log_every: Count = 100  # agent steps between two log entries
+    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; if given, one at the end
+    eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
+    log_every: PositiveInt = 100  # agent steps between two log entries
 
     env_id: str = "CartPole-v1"  # the id of the environment: any with Box observations and Discrete actions
-    total_timesteps: Count = 500_000  # agent steps in all, over all environments
-    num_envs: Count = 1  # the number of parallel environments
-    buffer_size: Count = 10_000  # transitions that the replay buffer holds, over all environments
+    total_timesteps: PositiveInt = 500_000  # agent steps in all, over all environments
+    num_envs: PositiveInt = 1  # the number of parallel environments
+    buffer_size: PositiveInt = 10_000  # transitions that the replay buffer holds, over all environments
     gamma: Fraction = 0.99  # the discount factor
     tau: Fraction = 1.0  # how far the target network moves towards the network at each of its updates
-    target_network_frequency: Count = 500  # agent steps between two updates of the target network
-    batch_size: Count = 128  # the number of transitions in a gradient step
+    target_network_frequency: PositiveInt = 500  # agent steps between two updates of the target network
+    batch_size: PositiveInt = 128  # the number of transitions in a gradient step
     start_e: Fraction = 1.0  # epsilon, the share of random actions, at the beginning
     end_e: Fraction = 0.05  # epsilon at the end of the exploration fraction, and from then on
     exploration_fraction: Fraction = 0.5  # the part of total_timesteps over which epsilon falls, linearly
-    learning_starts: Index = 10_000  # agent steps before the first that counts towards a gradient step
-    train_frequency: Count = 10  # agent steps between two gradient steps, whatever the number of environments
-    learning_rate: NonNegative = 2.5e-4  # the learning rate
+    learning_starts: NonNegativeInt = 10_000  # agent steps before those that count towards a gradient step
+    train_frequency: PositiveInt = 10  # agent steps between gradient steps, however many environments
+    learning_rate: NonNegativeFloat = 2.5e-4  # the learning rate
     double: bool = False  # double DQN: the network chooses the next action, and the target network values it
-
-
-def parse_args() -> Args:
-    """Read the command line; values that cannot work end the program with one line and status 2."""
-    args = tyro.cli(Args)
-    try:
-        TypeAdapter(Args).validate_python(vars(args))
-    except ValidationError as invalid:
-        error = invalid.errors()[0]
-        refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
-    if args.resume and args.evaluate:
-        refuse("--resume and --evaluate exclude each other")
-    first_update = args.learning_starts + args.num_envs + args.train_frequency
-    if not args.evaluate and first_update > args.total_timesteps:
-        refuse(f"--learning-starts has to leave some of --total-timesteps, got {args.learning_starts}")
-    if args.buffer_size < max(args.batch_size, args.num_envs):
-        refuse(f"--buffer-size has to hold a batch and a step of all environments, got {args.buffer_size}")
-    return args
-
-
-def refuse(message: str) -> NoReturn:
-    """Tell in one line on standard error what is wrong with the arguments, and exit with status 2."""
-    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
-
-
-# ---- Run: folder, logs, checkpoints, signals, evaluation ---------------------------------------------------
-def open_folder(args: Args, checkpoint: dict) -> tuple[Path, FileLock]:
-    """The folder of a run, locked: that of the checkpoint to resume, or else a new one under `runs/`."""
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
-    folder = checkpoint["file"].parent if args.resume else Path("runs") / re.sub(r"[^\w.=-]", "_", name)
-    folder.mkdir(parents=True, exist_ok=bool(args.resume))
-    try:
-        return folder, FileLock(folder / ".lock").acquire(timeout=0)
-    except Timeout:
-        refuse(f"--resume: a run is at work in {folder}")
-
-
-def open_logs(args: Args, folder: Path, step: int) -> SummaryWriter:
-    """Start the TensorBoard log, and with --track that of Weights & Biases, which follows it."""
-    if args.track:
-        import wandb
-
-        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
-        wandb.init(**run, id=folder.name[-64:], name=folder.name, resume="allow", sync_tensorboard=True)
-    writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume else None)  # later entries go
-    table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
-    writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
-    return writer
-
-
-def log_losses(writer: SummaryWriter, step: int, losses: dict[str, Tensor]) -> None:
-    """Write the mean of each loss; one that is not finite ends the run."""
-    means = torch.stack([loss.mean() for loss in losses.values()]).tolist()  # sync
-    for name, mean in zip(losses, means, strict=True):
-        writer.add_scalar(f"losses/{name}", mean, step)
-        if not math.isfinite(mean):
-            sys.exit(f"{Path(__file__).name}: error: {name} is {mean} at step {step}")
-
-
-def save_checkpoint(args: Args, writer: SummaryWriter, state: dict, progress: list, **more) -> None:
-    """Write `<step>.pt`, whole or not at all, and keep the newest two; with an `eval_return` `best.pt`."""
-    writer.flush()  # so that the curves of a run that is killed have no gap
-    folder, checkpoint = Path(writer.log_dir), {name: item.state_dict() for name, item in state.items()}
-    checkpoint |= {"args": {"script": Path(__file__).stem, **asdict(args)}, "progress": progress, **more}
-    torch.save(checkpoint, folder / "checkpoint.new")
-    (folder / "checkpoint.new").replace(folder / f"{'best' if 'eval_return' in more else progress[0]}.pt")
-    for outdated in sorted(folder.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-2]:
-        outdated.unlink()
-
-
-def load_checkpoint(args: Args) -> dict:
-    """Read the checkpoint to resume or evaluate, the newest of a folder; nothing in it is executed."""
-    path = Path(args.resume or args.evaluate)
-    best = path / "best.pt" if (path / "best.pt").exists() else path
-    file = max(path.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns, default=best)
-    try:
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-        args_before = checkpoint["args"]
-    except Exception as error:  # torch.load raises what it likes where a file is none of its own
-        refuse(f"{file} is not a checkpoint or a folder with one: {type(error).__name__}")
-    if args.resume and "eval_return" in checkpoint:
-        refuse(f"--resume takes a numbered checkpoint, {file} is for --evaluate")
-    fixed = ("script", "env_id", "seed", "num_envs", "buffer_size") if args.resume else ("env_id",)
-    for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
-        before = args_before.get(name, value)
-        if before != value and name in fixed:
-            refuse(f"{file} is of {name} {before}, not {value}: it has to be the same")
-        if before != value and args.resume and name != "resume":
-            print(f"--{name.replace('_', '-')} {value} from here on, it was {before}", file=sys.stderr)
-    return checkpoint | {"file": file.resolve()}
-
-
-def load_states(state: dict, checkpoint: dict) -> None:
-    """Give modules and optimizers their states back; settings of an optimizer are those of the arguments."""
-    for name, item in state.items():
-        settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
-        item.load_state_dict(checkpoint[name] | settings)
-
-
-def stop_on_signals() -> list[int]:
-    """The list to which Ctrl+C, SIGTERM and SIGHUP add their numbers; the same one again ends at once."""
-    received = []
-
-    def note(number: int, _) -> None:
-        received.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, note)
-    return received
-
-
-def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) -> list[float]:
-    """Play whole episodes with a policy from an observation to an action; gives the return of each."""
-    returns = []
-    seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10)
-    for seed in tqdm(seeds.tolist(), desc="evaluation", unit="episode", leave=not args.eval_every):
-        obs, info = env.reset(seed=seed)
-        while "episode" not in info and not stopping:
-            obs, _, _, _, info = env.step(policy(obs))
-        returns += [float(np.sum(info["episode"]["r"]))] if "episode" in info else []
-    env.close()
-    return returns
-
-
-def keep_best(args: Args, returns: list, writer: SummaryWriter, state: dict, progress: list) -> float | None:
-    """Log the mean return of an evaluation, and keep the best agent as `best.pt`: gives that one's mean."""
-    file, mean = Path(writer.log_dir, "best.pt"), float(np.mean(returns))
-    writer.add_scalar("charts/eval_return", mean, progress[0])
-    best = torch.load(file, map_location="cpu")["eval_return"] if file.exists() else None
-    if math.isfinite(mean) and (best is None or mean > best):
-        save_checkpoint(args, writer, state, progress, eval_return=mean)
-        return mean
-    return best
 
 
 # ---- Environment -------------------------------------------------------------------------------------------
@@ -266,9 +128,115 @@ def linear_schedule(start_e: float, end_e: float, duration: float, t: int) -> fl
     return start_e + (end_e - start_e) * (min(t / duration, 1) if duration else 1)
 
 
+# ---- Run: command line, checkpoints, losses, signals, evaluation -------------------------------------------
+def refuse(message: str) -> NoReturn:
+    """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
+    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse_args() -> tuple[Args, dict]:
+    """The arguments, and the checkpoint of --resume or --evaluate, from which arguments not given come."""
+    args, checkpoint, before = tyro.cli(Args), {}, {}
+    if args.resume and args.evaluate:
+        refuse("--resume and --evaluate exclude each other")
+    if args.resume or args.evaluate:
+        checkpoint = load_checkpoint(args)
+        before = checkpoint["args"] if args.resume else {"env_id": checkpoint["args"]["env_id"]}
+        args = tyro.cli(Args, default=Args(**before))
+    try:
+        TypeAdapter(Args).validate_python(vars(args))
+    except ValidationError as invalid:
+        error = invalid.errors()[0]
+        refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
+    for name, value in before.items():
+        option, now = f"--{name.replace('_', '-')}", getattr(args, name)
+        if now != value and name in ("env_id", "seed", "num_envs", "buffer_size"):
+            refuse(f"{option} has to stay {value}, as in {checkpoint['file']}, got {now}")
+        if now != value and name != "resume":
+            print(f"{option} {now} from here on, it was {value}", file=sys.stderr)
+    return args, checkpoint
+
+
+def load_checkpoint(args: Args) -> dict:
+    """Read the checkpoint to resume or evaluate, of a folder the newest; nothing in it is executed."""
+    path = Path(args.resume or args.evaluate)
+    files = path.glob("[0-9]*.pt" if args.resume else "*.pt")
+    file = max(files, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        script = checkpoint["script"]
+    except Exception as error:  # torch.load raises what it likes where a file is none of its own
+        refuse(f"{file} is not a checkpoint or a folder with one: {type(error).__name__}")
+    if args.resume and (script != Path(__file__).stem or not file.stem.isdecimal()):
+        refuse(f"--resume takes a numbered checkpoint of this script, not {file} of {script}.py")
+    print(f"{'Going on from' if args.resume else 'Evaluating'} {file}", file=sys.stderr)
+    return checkpoint | {"file": file}
+
+
+def save_checkpoint(args: Args, writer: SummaryWriter, name: str, state: dict, progress: dict, **more):
+    """Write a checkpoint into the run's folder, whole or not at all; of numbered ones the newest two stay."""
+    writer.flush()  # so that the curves of a run that is killed have no gap
+    folder, checkpoint = Path(writer.log_dir), {key: item.state_dict() for key, item in state.items()}
+    checkpoint |= {"script": Path(__file__).stem, "args": asdict(args), "progress": progress, **more}
+    torch.save(checkpoint, folder / "checkpoint.new")
+    (folder / "checkpoint.new").replace(folder / name)
+    for outdated in sorted(folder.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-2]:
+        outdated.unlink()
+
+
+def load_states(state: dict, checkpoint: dict) -> None:
+    """Give modules and optimizers their states back; settings of an optimizer are those of the arguments."""
+    for name, item in state.items():
+        settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
+        item.load_state_dict(checkpoint[name] | settings)
+
+
+def stop_on_signals() -> list[int]:
+    """The list to which Ctrl+C, SIGTERM and SIGHUP add their numbers; the same one again ends at once."""
+    received = []
+
+    def note(number: int, _) -> None:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, note)
+    return received
+
+
+def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) -> list[float]:
+    """Play whole episodes with a policy from an observation to an action; gives the return of each."""
+    returns = []
+    seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10)
+    for seed in tqdm(seeds.tolist(), desc="evaluation", unit="episode", leave=not args.eval_every):
+        obs, info = env.reset(seed=seed)
+        while "episode" not in info and not stopping:
+            obs, _, _, _, info = env.step(policy(obs))
+        returns += [float(np.sum(info["episode"]["r"]))] if "episode" in info else []
+    env.close()
+    return returns
+
+
+def keep_best(args: Args, writer: SummaryWriter, state: dict, progress: dict, scores: list[float]) -> None:
+    """Log the mean return of an evaluation, and write `best.pt` if there was no better one before."""
+    mean = float(np.mean(scores))
+    writer.add_scalar("charts/eval_return", mean, progress["global_step"])
+    progress["evaluated"] = progress["global_step"]
+    if math.isfinite(mean) and (progress["best"] is None or mean > progress["best"]):
+        progress["best"] = mean
+        save_checkpoint(args, writer, "best.pt", state, progress)
+
+
 if __name__ == "__main__":
     # ---- Setup ---------------------------------------------------------------------------------------------
-    args = parse_args()
+    args, checkpoint = parse_args()
+    first_learning_step = args.learning_starts + args.num_envs + args.train_frequency
+    if not args.evaluate and first_learning_step > args.total_timesteps:
+        refuse(f"--learning-starts has to leave some of --total-timesteps, got {args.learning_starts}")
+    if args.buffer_size < max(args.batch_size, args.num_envs):
+        refuse(f"--buffer-size has to hold a batch and a step of all environments, got {args.buffer_size}")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     if args.cuda and device.type == "cpu":
         print("CUDA is not available: running on the CPU", file=sys.stderr)
@@ -277,9 +245,18 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision(args.matmul_precision)
     torch.manual_seed(args.seed)
 
-    checkpoint = load_checkpoint(args) if args.resume or args.evaluate else {}
-    global_step, updates, updates_due, returns = checkpoint["progress"] if args.resume else (0, 0, 0, [])
-    folder, lock = open_folder(args, checkpoint)
+    # How far the run is; "evaluated" is the step of the last evaluation, "best" the highest mean of one.
+    progress = {"global_step": 0, "updates": 0, "updates_due": 0, "returns": []}
+    progress |= {"evaluated": 0, "best": None} | (checkpoint["progress"] if args.resume else {})
+    global_step, updates, updates_due, returns, *_ = progress.values()
+
+    name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
+    folder = checkpoint["file"].parent if args.resume else Path("runs", name)
+    folder.mkdir(parents=True, exist_ok=bool(args.resume))
+    try:
+        lock = FileLock(folder / ".lock").acquire(timeout=0)  # two runs would remove each other's checkpoints
+    except Timeout:
+        refuse(f"--resume: a run is at work in {folder}")
 
     # The step that ends an episode also resets its environment; infos["final_obs"] has what it ended with.
     videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
@@ -301,8 +278,7 @@ if __name__ == "__main__":
     columns = [12 // obs_dtype.itemsize, obs_dim, obs_dim]
     capacity = 0 if args.evaluate else args.buffer_size // args.num_envs * args.num_envs
     buffer = torch.from_numpy(np.zeros((capacity, sum(columns)), obs_dtype)).to(device)
-    size = torch.tensor(1, device=device)  # rows in use, 1 for the warm-up; a graph would freeze a number
-    epsilon = torch.zeros((), device=device)
+    size = min(global_step, capacity)  # rows in use
     exploration_steps = args.exploration_fraction * args.total_timesteps
     schedule = partial(linear_schedule, args.start_e, args.end_e, exploration_steps)
     losses: dict[str, Tensor] = {}  # the latest, for the log
@@ -324,7 +300,7 @@ if __name__ == "__main__":
 
     def update_network() -> None:
         """One gradient step on a new batch."""
-        indices = torch.randint(2**62, (args.batch_size,), device=device) % size
+        indices = torch.randint(size, (args.batch_size,), device=device)
         scalars, obs, next_obs = buffer.index_select(0, indices).split(columns, dim=1)
         actions, rewards, terminated = scalars.flatten().view(torch.float32).view(-1, 3).unbind(1)
         with torch.no_grad():
@@ -337,7 +313,7 @@ if __name__ == "__main__":
         optimizer.zero_grad()
         td_loss.backward()
         optimizer.step()
-        record(q_values=q_values, td_loss=td_loss)
+        record(q_values=q_values.mean(), td_loss=td_loss)
 
     def update(with_target: bool) -> None:
         """One gradient step and, if asked for, one of the target network."""
@@ -352,11 +328,17 @@ if __name__ == "__main__":
         """Keep the latest values for the log; nothing waits for the device here."""
         losses.update({name: value.detach() for name, value in values.items()})
 
+    def log_losses() -> None:
+        """Write the latest losses; one that is not finite ends the run."""
+        for name, loss in zip(losses, torch.stack([*losses.values()]).tolist(), strict=True):  # sync
+            writer.add_scalar(f"losses/{name}", loss, global_step)
+            if not math.isfinite(loss):
+                sys.exit(f"{Path(__file__).name}: error: {name} is {loss} at step {global_step}")
+
     # ---- Training ------------------------------------------------------------------------------------------
     if args.evaluate or args.resume:
         load_states({"q_network": q_network} if args.evaluate else state, checkpoint)
     if args.resume:
-        size.fill_(min(global_step, capacity))
         buffer[:size] = checkpoint.pop("buffer")[:size]
 
     sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
@@ -365,16 +347,25 @@ if __name__ == "__main__":
     obs = envs.reset(seed=env_seeds)[0].astype(obs_dtype)
     scalars = np.zeros((args.num_envs, 3), np.float32)
 
+    if args.track:
+        import wandb
+
+        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
+        wandb.init(**run, id=folder.name[-64:], name=folder.name, resume="allow", sync_tensorboard=True)
+    writer = SummaryWriter(str(folder), purge_step=global_step + 1 if args.resume else None)  # later ones go
+    table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
+    writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
+
     last = bool(args.evaluate) or global_step >= args.total_timesteps
-    writer = open_logs(args, folder, global_step)
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
-    first_update, saved_step, evaluated = updates, global_step, checkpoint.get("evaluated", global_step)
+    first_update, saved_step = updates, global_step
+    eval_every, checkpoint_every = args.eval_every or math.inf, args.checkpoint_every or math.inf  # never
     startup_seconds = time.perf_counter() - START_TIME
-    sps, best, sps_start = None, None, (global_step, time.perf_counter())
+    sps, sps_start = None, (global_step, time.perf_counter())
     with closing(envs), writer, bar:
         while not last:
-            epsilon.fill_(schedule(global_step))
+            epsilon = schedule(global_step)
             actions = act(torch.from_numpy(obs).to(device, non_blocking=True)).cpu().numpy()  # sync
             if global_step >= args.learning_starts:
                 if updates == first_update:
@@ -400,30 +391,30 @@ if __name__ == "__main__":
             if not np.isfinite(rows if obs_dtype == np.float32 else scalars).all():
                 sys.exit(f"{Path(__file__).name}: error: a transition is not finite at step {global_step}")
             buffer[position : position + args.num_envs].copy_(torch.from_numpy(rows), non_blocking=True)
-            size.fill_(min(global_step, capacity))
+            size = min(global_step, capacity)
             obs = next_obs.astype(obs_dtype)
 
             last = bool(stopping) or global_step >= args.total_timesteps
             if last or global_step % args.log_every < args.num_envs:
                 if updates > first_update:
-                    log_losses(writer, global_step, losses)
+                    log_losses()
                 sps = (global_step - sps_start[0]) / (time.perf_counter() - sps_start[1])
                 writer.add_scalar("charts/epsilon", schedule(global_step), global_step)
                 writer.add_scalar("charts/SPS", sps, global_step)
                 bar.postfix = f"SPS {sps:.0f}, return {np.mean(returns[-10:]) if returns else math.nan:.1f}"
                 bar.update(global_step - bar.n)
-                progress = [global_step, updates, updates_due, returns]
-                due = global_step - saved_step >= (args.checkpoint_every or math.inf)
-                if due or (last and (args.save_model or args.checkpoint_every)):
-                    replay = {"buffer": buffer[:global_step].clone()}
-                    save_checkpoint(args, writer, state, progress, evaluated=evaluated, **replay)
-                    saved_step = global_step
-                if args.eval_every and global_step // args.eval_every > evaluated // args.eval_every:
+                progress |= {"global_step": global_step, "updates": updates, "updates_due": updates_due}
+                if global_step // eval_every > progress["evaluated"] // eval_every:
                     pause = time.perf_counter()
                     scores = evaluate(args, make_env(args), best_action, stopping)
                     if not stopping:
-                        best, evaluated = keep_best(args, scores, writer, state, progress), global_step
+                        keep_best(args, writer, state, progress, scores)
                     sps_start = sps_start[0], sps_start[1] + time.perf_counter() - pause
+                at_the_end = last and (args.save_model or args.checkpoint_every)
+                if at_the_end or global_step - saved_step >= checkpoint_every:
+                    replay = {"buffer": buffer[:global_step].clone()}
+                    save_checkpoint(args, writer, f"{global_step}.pt", state, progress, **replay)
+                    saved_step = global_step
 
     # ---- End -----------------------------------------------------------------------------------------------
     eval_returns = []
@@ -434,8 +425,8 @@ if __name__ == "__main__":
         sys.modules["wandb"].finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": False, "cudagraphs": False}
-    summary |= {"updates": updates, "episodes": len(returns), "eval_returns": eval_returns}
-    summary["best_eval_return"] = best
+    summary |= {"eval_returns": eval_returns, "best_eval_return": progress["best"]}
+    summary |= {"updates": updates, "episodes": len(returns)}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}

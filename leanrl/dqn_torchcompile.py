@@ -1,9 +1,10 @@
+# LeanRL 0.1.0
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
 #     "tensordict>=0.15.3,<0.16",
 #     "torch>=2.11,<2.16", "gymnasium[classic-control]>=1.4,<1.5", "numpy>=2,<3", "tyro>=1,<2",
-#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.15",
+#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.16",
 # ]
 # ///
 """Deep Q-learning (DQN) for discrete actions: the twin that compiles and captures.
@@ -12,8 +13,15 @@ Papers: Mnih et al., "Human-level control through deep reinforcement learning", 
         doi:10.1038/nature14236; with --double, van Hasselt et al., "Deep Reinforcement Learning with Double
         Q-learning", arXiv:1509.06461 (2015).
 Run:    python dqn_torchcompile.py --env-id CartPole-v1 --compile --cudagraphs
-Twin:   dqn.py, eager, computes the same, up to rounding and compiled random numbers.
-Tags:   every place that differs from it opens with `# [fast k]`; docs/tricks.md has a chapter on each k.
+Twin:   dqn.py, eager, computes the same, up to rounding and random numbers. Read their diff.
+Tags, at each place that differs; docs/tricks.md has a chapter on each:
+- [fast: one graph] the policy and the gradient step: each is compiled without a break;
+- [fast: flat] the parameters of a network are one tensor, and Adam a few operations on it in that graph;
+- [fast: numbers as tensors] a graph would freeze a number that changes;
+- [fast: losses in place] what a captured function returns is cloned at each call;
+- [fast: graph capture] a CUDA graph launches a whole gradient step at once;
+- [fast: warm-up] all is compiled and captured before the first step, on the state, which is then put back;
+- [fast: acting in NumPy] for a few small products a call of PyTorch takes longer than they do.
 
 Deviations from the paper; the first four are CleanRL's:
 - two small layers in place of convolutions, and the hyper-parameters of classic control;
@@ -31,12 +39,9 @@ START_TIME = time.perf_counter()  # the imports below are part of the start-up
 import copy
 import json
 import math
-import os
 import re
-import shutil
 import signal
 import sys
-import sysconfig
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -51,25 +56,21 @@ import torch.nn.functional as F
 import tyro
 from filelock import FileLock, Timeout
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from tensordict.nn import CudaGraphModule
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch._inductor.exc import InductorError
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 # ---- Arguments ---------------------------------------------------------------------------------------------
-Index = Annotated[int, Field(ge=0, lt=2**63)]
-Count = Annotated[int, Field(ge=1, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
-    seed: Index = 1  # seed of the experiment
+    seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: bfloat16
     track: bool = False  # also send the logs to Weights & Biases
@@ -77,166 +78,30 @@ class Args:
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
     capture_video: bool = False  # record videos of the first environment under runs/<run>/videos
     save_model: bool = False  # write a checkpoint at the end
-    checkpoint_every: Count | None = None  # agent steps between two checkpoints; the newest two are kept
+    checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
     resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
     evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: Count | None = None  # episodes of an evaluation, else 10; if given, one is made at the end
-    eval_every: Count | None = None  # agent steps between two evaluations; the best agent is kept as best.pt
-    log_every: Count = 100  # agent steps between two log entries
+    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; if given, one at the end
+    eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
+    log_every: PositiveInt = 100  # agent steps between two log entries
     compile: bool = False  # compile the policy and the gradient step with torch.compile
     cudagraphs: bool = False  # capture the policy and the gradient step as CUDA graphs
 
     env_id: str = "CartPole-v1"  # the id of the environment: any with Box observations and Discrete actions
-    total_timesteps: Count = 500_000  # agent steps in all, over all environments
-    num_envs: Count = 1  # the number of parallel environments
-    buffer_size: Count = 10_000  # transitions that the replay buffer holds, over all environments
+    total_timesteps: PositiveInt = 500_000  # agent steps in all, over all environments
+    num_envs: PositiveInt = 1  # the number of parallel environments
+    buffer_size: PositiveInt = 10_000  # transitions that the replay buffer holds, over all environments
     gamma: Fraction = 0.99  # the discount factor
     tau: Fraction = 1.0  # how far the target network moves towards the network at each of its updates
-    target_network_frequency: Count = 500  # agent steps between two updates of the target network
-    batch_size: Count = 128  # the number of transitions in a gradient step
+    target_network_frequency: PositiveInt = 500  # agent steps between two updates of the target network
+    batch_size: PositiveInt = 128  # the number of transitions in a gradient step
     start_e: Fraction = 1.0  # epsilon, the share of random actions, at the beginning
     end_e: Fraction = 0.05  # epsilon at the end of the exploration fraction, and from then on
     exploration_fraction: Fraction = 0.5  # the part of total_timesteps over which epsilon falls, linearly
-    learning_starts: Index = 10_000  # agent steps before the first that counts towards a gradient step
-    train_frequency: Count = 10  # agent steps between two gradient steps, whatever the number of environments
-    learning_rate: NonNegative = 2.5e-4  # the learning rate
+    learning_starts: NonNegativeInt = 10_000  # agent steps before those that count towards a gradient step
+    train_frequency: PositiveInt = 10  # agent steps between gradient steps, however many environments
+    learning_rate: NonNegativeFloat = 2.5e-4  # the learning rate
     double: bool = False  # double DQN: the network chooses the next action, and the target network values it
-
-
-def parse_args() -> Args:
-    """Read the command line; values that cannot work end the program with one line and status 2."""
-    args = tyro.cli(Args)
-    try:
-        TypeAdapter(Args).validate_python(vars(args))
-    except ValidationError as invalid:
-        error = invalid.errors()[0]
-        refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
-    if args.resume and args.evaluate:
-        refuse("--resume and --evaluate exclude each other")
-    first_update = args.learning_starts + args.num_envs + args.train_frequency
-    if not args.evaluate and first_update > args.total_timesteps:
-        refuse(f"--learning-starts has to leave some of --total-timesteps, got {args.learning_starts}")
-    if args.buffer_size < max(args.batch_size, args.num_envs):
-        refuse(f"--buffer-size has to hold a batch and a step of all environments, got {args.buffer_size}")
-    return args
-
-
-def refuse(message: str) -> NoReturn:
-    """Tell in one line on standard error what is wrong with the arguments, and exit with status 2."""
-    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
-
-
-# ---- Run: folder, logs, checkpoints, signals, evaluation ---------------------------------------------------
-def open_folder(args: Args, checkpoint: dict) -> tuple[Path, FileLock]:
-    """The folder of a run, locked: that of the checkpoint to resume, or else a new one under `runs/`."""
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
-    folder = checkpoint["file"].parent if args.resume else Path("runs") / re.sub(r"[^\w.=-]", "_", name)
-    folder.mkdir(parents=True, exist_ok=bool(args.resume))
-    try:
-        return folder, FileLock(folder / ".lock").acquire(timeout=0)
-    except Timeout:
-        refuse(f"--resume: a run is at work in {folder}")
-
-
-def open_logs(args: Args, folder: Path, step: int) -> SummaryWriter:
-    """Start the TensorBoard log, and with --track that of Weights & Biases, which follows it."""
-    if args.track:
-        import wandb
-
-        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
-        wandb.init(**run, id=folder.name[-64:], name=folder.name, resume="allow", sync_tensorboard=True)
-    writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume else None)  # later entries go
-    table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
-    writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
-    return writer
-
-
-def log_losses(writer: SummaryWriter, step: int, losses: dict[str, Tensor]) -> None:
-    """Write the mean of each loss; one that is not finite ends the run."""
-    means = torch.stack([loss.mean() for loss in losses.values()]).tolist()  # sync
-    for name, mean in zip(losses, means, strict=True):
-        writer.add_scalar(f"losses/{name}", mean, step)
-        if not math.isfinite(mean):
-            sys.exit(f"{Path(__file__).name}: error: {name} is {mean} at step {step}")
-
-
-def save_checkpoint(args: Args, writer: SummaryWriter, state: dict, progress: list, **more) -> None:
-    """Write `<step>.pt`, whole or not at all, and keep the newest two; with an `eval_return` `best.pt`."""
-    writer.flush()  # so that the curves of a run that is killed have no gap
-    folder, checkpoint = Path(writer.log_dir), {name: item.state_dict() for name, item in state.items()}
-    checkpoint |= {"args": {"script": Path(__file__).stem, **asdict(args)}, "progress": progress, **more}
-    torch.save(checkpoint, folder / "checkpoint.new")
-    (folder / "checkpoint.new").replace(folder / f"{'best' if 'eval_return' in more else progress[0]}.pt")
-    for outdated in sorted(folder.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-2]:
-        outdated.unlink()
-
-
-def load_checkpoint(args: Args) -> dict:
-    """Read the checkpoint to resume or evaluate, the newest of a folder; nothing in it is executed."""
-    path = Path(args.resume or args.evaluate)
-    best = path / "best.pt" if (path / "best.pt").exists() else path
-    file = max(path.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns, default=best)
-    try:
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-        args_before = checkpoint["args"]
-    except Exception as error:  # torch.load raises what it likes where a file is none of its own
-        refuse(f"{file} is not a checkpoint or a folder with one: {type(error).__name__}")
-    if args.resume and "eval_return" in checkpoint:
-        refuse(f"--resume takes a numbered checkpoint, {file} is for --evaluate")
-    fixed = ("script", "env_id", "seed", "num_envs", "buffer_size") if args.resume else ("env_id",)
-    for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
-        before = args_before.get(name, value)
-        if before != value and name in fixed:
-            refuse(f"{file} is of {name} {before}, not {value}: it has to be the same")
-        if before != value and args.resume and name != "resume":
-            print(f"--{name.replace('_', '-')} {value} from here on, it was {before}", file=sys.stderr)
-    return checkpoint | {"file": file.resolve()}
-
-
-def load_states(state: dict, checkpoint: dict) -> None:
-    """Give modules and optimizers their states back; settings of an optimizer are those of the arguments."""
-    for name, item in state.items():
-        settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
-        item.load_state_dict(checkpoint[name] | settings)
-
-
-def stop_on_signals() -> list[int]:
-    """The list to which Ctrl+C, SIGTERM and SIGHUP add their numbers; the same one again ends at once."""
-    received = []
-
-    def note(number: int, _) -> None:
-        received.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, note)
-    return received
-
-
-def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) -> list[float]:
-    """Play whole episodes with a policy from an observation to an action; gives the return of each."""
-    returns = []
-    seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10)
-    for seed in tqdm(seeds.tolist(), desc="evaluation", unit="episode", leave=not args.eval_every):
-        obs, info = env.reset(seed=seed)
-        while "episode" not in info and not stopping:
-            obs, _, _, _, info = env.step(policy(obs))
-        returns += [float(np.sum(info["episode"]["r"]))] if "episode" in info else []
-    env.close()
-    return returns
-
-
-def keep_best(args: Args, returns: list, writer: SummaryWriter, state: dict, progress: list) -> float | None:
-    """Log the mean return of an evaluation, and keep the best agent as `best.pt`: gives that one's mean."""
-    file, mean = Path(writer.log_dir, "best.pt"), float(np.mean(returns))
-    writer.add_scalar("charts/eval_return", mean, progress[0])
-    best = torch.load(file, map_location="cpu")["eval_return"] if file.exists() else None
-    if math.isfinite(mean) and (best is None or mean > best):
-        save_checkpoint(args, writer, state, progress, eval_return=mean)
-        return mean
-    return best
 
 
 # ---- Environment -------------------------------------------------------------------------------------------
@@ -276,7 +141,7 @@ def linear_schedule(start_e: float, end_e: float, duration: float, t: int) -> fl
     return start_e + (end_e - start_e) * (min(t / duration, 1) if duration else 1)
 
 
-# [fast 2] A network is one tensor, and Adam a few operations on it, which one graph can hold.
+# [fast: flat] Adam, clipping and the targets' updates are an operation each. Measured for SAC: 1.05.
 class Flat(nn.Module):
     """A network that computes with one flat tensor, `params`, of which its own parameters become views."""
 
@@ -285,14 +150,14 @@ class Flat(nn.Module):
         # Sizes that 16 divides come first and keep the next aligned. A list hides the network from nn.Module.
         named = sorted(network.named_parameters(), key=lambda item: item[1].numel() % 16 != 0)
         self.network, self.shapes = [network], {name: param.shape for name, param in named}
-        flat = parameters_to_vector(param for _, param in named).detach()
+        flat = nn.utils.parameters_to_vector(param for _, param in named).detach()
         self.params = nn.Parameter(flat, requires_grad=all(param.requires_grad for _, param in named))
-        vector_to_parameters(flat, [param.requires_grad_(False) for _, param in named])
+        nn.utils.vector_to_parameters(flat, [param.requires_grad_(False) for _, param in named])
 
-    def forward(self, *inputs: Tensor, **options) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         parts = self.params.split([shape.numel() for shape in self.shapes.values()])
         views = {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts, strict=True)}
-        return functional_call(self.network[0], views, inputs, options)
+        return torch.func.functional_call(self.network[0], views, inputs)
 
 
 class Adam(nn.Module):
@@ -307,7 +172,7 @@ class Adam(nn.Module):
 
     def minimize(self, loss: Tensor) -> None:
         """Take a step down the gradient of a loss; `backward()` and `step()` would break the graph."""
-        (grad,) = torch.autograd.grad(loss.sum(), self.params[0])
+        (grad,) = torch.autograd.grad(loss, self.params[0])
         with torch.no_grad():
             if self.max_norm < math.inf:
                 grad = grad * (self.max_norm / (grad.square().sum().sqrt() + 1e-6)).clamp(max=1)
@@ -318,9 +183,115 @@ class Adam(nn.Module):
             self.params[0].sub_(exp_avg / denominator * (self.lr / (1 - beta1**step)))
 
 
+# ---- Run: command line, checkpoints, losses, signals, evaluation -------------------------------------------
+def refuse(message: str) -> NoReturn:
+    """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
+    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse_args() -> tuple[Args, dict]:
+    """The arguments, and the checkpoint of --resume or --evaluate, from which arguments not given come."""
+    args, checkpoint, before = tyro.cli(Args), {}, {}
+    if args.resume and args.evaluate:
+        refuse("--resume and --evaluate exclude each other")
+    if args.resume or args.evaluate:
+        checkpoint = load_checkpoint(args)
+        before = checkpoint["args"] if args.resume else {"env_id": checkpoint["args"]["env_id"]}
+        args = tyro.cli(Args, default=Args(**before))
+    try:
+        TypeAdapter(Args).validate_python(vars(args))
+    except ValidationError as invalid:
+        error = invalid.errors()[0]
+        refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
+    for name, value in before.items():
+        option, now = f"--{name.replace('_', '-')}", getattr(args, name)
+        if now != value and name in ("env_id", "seed", "num_envs", "buffer_size"):
+            refuse(f"{option} has to stay {value}, as in {checkpoint['file']}, got {now}")
+        if now != value and name != "resume":
+            print(f"{option} {now} from here on, it was {value}", file=sys.stderr)
+    return args, checkpoint
+
+
+def load_checkpoint(args: Args) -> dict:
+    """Read the checkpoint to resume or evaluate, of a folder the newest; nothing in it is executed."""
+    path = Path(args.resume or args.evaluate)
+    files = path.glob("[0-9]*.pt" if args.resume else "*.pt")
+    file = max(files, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        script = checkpoint["script"]
+    except Exception as error:  # torch.load raises what it likes where a file is none of its own
+        refuse(f"{file} is not a checkpoint or a folder with one: {type(error).__name__}")
+    if args.resume and (script != Path(__file__).stem or not file.stem.isdecimal()):
+        refuse(f"--resume takes a numbered checkpoint of this script, not {file} of {script}.py")
+    print(f"{'Going on from' if args.resume else 'Evaluating'} {file}", file=sys.stderr)
+    return checkpoint | {"file": file}
+
+
+def save_checkpoint(args: Args, writer: SummaryWriter, name: str, state: dict, progress: dict, **more):
+    """Write a checkpoint into the run's folder, whole or not at all; of numbered ones the newest two stay."""
+    writer.flush()  # so that the curves of a run that is killed have no gap
+    folder, checkpoint = Path(writer.log_dir), {key: item.state_dict() for key, item in state.items()}
+    checkpoint |= {"script": Path(__file__).stem, "args": asdict(args), "progress": progress, **more}
+    torch.save(checkpoint, folder / "checkpoint.new")
+    (folder / "checkpoint.new").replace(folder / name)
+    for outdated in sorted(folder.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-2]:
+        outdated.unlink()
+
+
+def load_states(state: dict, checkpoint: dict) -> None:
+    """Give modules and optimizers their states back; settings of an optimizer are those of the arguments."""
+    for name, item in state.items():
+        settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
+        item.load_state_dict(checkpoint[name] | settings)
+
+
+def stop_on_signals() -> list[int]:
+    """The list to which Ctrl+C, SIGTERM and SIGHUP add their numbers; the same one again ends at once."""
+    received = []
+
+    def note(number: int, _) -> None:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, note)
+    return received
+
+
+def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) -> list[float]:
+    """Play whole episodes with a policy from an observation to an action; gives the return of each."""
+    returns = []
+    seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10)
+    for seed in tqdm(seeds.tolist(), desc="evaluation", unit="episode", leave=not args.eval_every):
+        obs, info = env.reset(seed=seed)
+        while "episode" not in info and not stopping:
+            obs, _, _, _, info = env.step(policy(obs))
+        returns += [float(np.sum(info["episode"]["r"]))] if "episode" in info else []
+    env.close()
+    return returns
+
+
+def keep_best(args: Args, writer: SummaryWriter, state: dict, progress: dict, scores: list[float]) -> None:
+    """Log the mean return of an evaluation, and write `best.pt` if there was no better one before."""
+    mean = float(np.mean(scores))
+    writer.add_scalar("charts/eval_return", mean, progress["global_step"])
+    progress["evaluated"] = progress["global_step"]
+    if math.isfinite(mean) and (progress["best"] is None or mean > progress["best"]):
+        progress["best"] = mean
+        save_checkpoint(args, writer, "best.pt", state, progress)
+
+
 if __name__ == "__main__":
     # ---- Setup ---------------------------------------------------------------------------------------------
-    args = parse_args()
+    args, checkpoint = parse_args()
+    first_learning_step = args.learning_starts + args.num_envs + args.train_frequency
+    if not args.evaluate and first_learning_step > args.total_timesteps:
+        refuse(f"--learning-starts has to leave some of --total-timesteps, got {args.learning_starts}")
+    if args.buffer_size < max(args.batch_size, args.num_envs):
+        refuse(f"--buffer-size has to hold a batch and a step of all environments, got {args.buffer_size}")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     if args.cuda and device.type == "cpu":
         print("CUDA is not available: running on the CPU", file=sys.stderr)
@@ -329,9 +300,18 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision(args.matmul_precision)
     torch.manual_seed(args.seed)
 
-    checkpoint = load_checkpoint(args) if args.resume or args.evaluate else {}
-    global_step, updates, updates_due, returns = checkpoint["progress"] if args.resume else (0, 0, 0, [])
-    folder, lock = open_folder(args, checkpoint)
+    # How far the run is; "evaluated" is the step of the last evaluation, "best" the highest mean of one.
+    progress = {"global_step": 0, "updates": 0, "updates_due": 0, "returns": []}
+    progress |= {"evaluated": 0, "best": None} | (checkpoint["progress"] if args.resume else {})
+    global_step, updates, updates_due, returns, *_ = progress.values()
+
+    name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
+    folder = checkpoint["file"].parent if args.resume else Path("runs", name)
+    folder.mkdir(parents=True, exist_ok=bool(args.resume))
+    try:
+        lock = FileLock(folder / ".lock").acquire(timeout=0)  # two runs would remove each other's checkpoints
+    except Timeout:
+        refuse(f"--resume: a run is at work in {folder}")
 
     # The step that ends an episode also resets its environment; infos["final_obs"] has what it ended with.
     videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
@@ -344,8 +324,7 @@ if __name__ == "__main__":
 
     q_network = QNetwork(obs_dim, num_actions, device)
     target_network = copy.deepcopy(q_network).requires_grad_(False)
-    # [fast 2] A tensor for each parameter costs more guards and kernels; measured for SAC, 1.05.
-    flat_network, flat_target = Flat(q_network), Flat(target_network)
+    flat_network, flat_target = Flat(q_network), Flat(target_network)  # [fast: flat]
     optimizer = Adam(flat_network.params, lr=args.learning_rate)
     # What checkpoints hold beside the replay buffer: add modules and optimizers of your own.
     state = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
@@ -355,13 +334,12 @@ if __name__ == "__main__":
     columns = [12 // obs_dtype.itemsize, obs_dim, obs_dim]
     capacity = 0 if args.evaluate else args.buffer_size // args.num_envs * args.num_envs
     buffer = torch.from_numpy(np.zeros((capacity, sum(columns)), obs_dtype)).to(device)
-    size = torch.tensor(1, device=device)  # rows in use, 1 for the warm-up; a graph would freeze a number
+    size = torch.tensor(min(max(global_step, 1), capacity), device=device)  # [fast: numbers as tensors]
     epsilon = torch.zeros((), device=device)
     exploration_steps = args.exploration_fraction * args.total_timesteps
     schedule = partial(linear_schedule, args.start_e, args.end_e, exploration_steps)
-    # [fast 3] The latest losses have a place: what a captured function returns is cloned at each call.
-    losses = {"q_values": torch.zeros(args.batch_size, device=device)}
-    losses |= {"td_loss": torch.zeros((), device=device)}
+    names = ("q_values", "td_loss")
+    losses = {name: torch.zeros((), device=device) for name in names}  # [fast: losses in place]
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def act(obs: Tensor) -> Tensor:
@@ -372,11 +350,11 @@ if __name__ == "__main__":
             explores = torch.rand_like(values[:, 0]) < epsilon
             return torch.where(explores, torch.randint_like(best, num_actions), best)
 
-    def torch_policy(obs: np.ndarray) -> np.ndarray:  # [fast 6]
+    def torch_policy(obs: np.ndarray) -> np.ndarray:
         """Actions for obs (num_envs, obs_dim), as an array (num_envs,)."""
         return act(torch.from_numpy(obs).to(device, non_blocking=True)).cpu().numpy()  # sync
 
-    # [fast 6] For 1, 64 and 256 environments NumPy takes 14, 63 and 111 us, PyTorch 27, 89 and 140.
+    # [fast: acting in NumPy] For 1, 64, 256 environments 14, 63, 111 us; in PyTorch 27, 89, 140.
     def numpy_values(obs: np.ndarray) -> np.ndarray:
         """Action values (num_envs, num_actions) of linear layers with ReLU between them, by NumPy."""
         for weight, bias in layers[:-1]:
@@ -411,48 +389,51 @@ if __name__ == "__main__":
 
     def update_network() -> None:
         """One gradient step on a new batch."""
-        indices = torch.randint(2**62, (args.batch_size,), device=device) % size
+        indices = torch.randint(2**62, (args.batch_size,), device=device) % size  # [fast: numbers as tensors]
         scalars, obs, next_obs = buffer.index_select(0, indices).split(columns, dim=1)
         actions, rewards, terminated = scalars.flatten().view(torch.float32).view(-1, 3).unbind(1)
         with torch.no_grad():
-            next_values = flat_target(next_obs)  # [fast 2]
+            next_values = flat_target(next_obs)  # [fast: flat]
             chosen_by = flat_network(next_obs) if args.double else next_values  # van Hasselt, equation 4
             next_actions = chosen_by.argmax(dim=1, keepdim=True)
             target = rewards + args.gamma * (1 - terminated) * next_values.gather(1, next_actions)[:, 0]
-        q_values = flat_network(obs).gather(1, actions.long()[:, None])[:, 0]  # [fast 2]
+        q_values = flat_network(obs).gather(1, actions.long()[:, None])[:, 0]
         td_loss = F.mse_loss(q_values, target)  # Mnih et al., algorithm 1
-        optimizer.minimize(td_loss)  # [fast 2]
-        record(q_values=q_values, td_loss=td_loss)
+        optimizer.minimize(td_loss)  # [fast: flat]
+        record(q_values=q_values.mean(), td_loss=td_loss)
 
     def update(with_target: bool) -> None:
         """One gradient step and, if asked for, one of the target network."""
         update_network()
         if with_target:
-            flat_target.params.lerp_(flat_network.params.detach(), args.tau)  # [fast 2]
+            flat_target.params.lerp_(flat_network.params.detach(), args.tau)  # [fast: flat]
 
     def record(**values: Tensor) -> None:
         """Keep the latest values for the log; nothing waits for the device here."""
         for name, value in values.items():
-            losses[name].copy_(value.detach())  # [fast 3]
+            losses[name].copy_(value.detach())  # [fast: losses in place]
+
+    def log_losses() -> None:
+        """Write the latest losses; one that is not finite ends the run."""
+        for name, loss in zip(losses, torch.stack([*losses.values()]).tolist(), strict=True):  # sync
+            writer.add_scalar(f"losses/{name}", loss, global_step)
+            if not math.isfinite(loss):
+                sys.exit(f"{Path(__file__).name}: error: {name} is {loss} at step {global_step}")
 
     # ---- Training ------------------------------------------------------------------------------------------
     if args.evaluate or args.resume:
         load_states({"q_network": q_network} if args.evaluate else state, checkpoint)
     if args.resume:
-        size.fill_(min(global_step, capacity))
         buffer[:size] = checkpoint.pop("buffer")[:size]
 
-    # [fast 1] The gradient step is a graph, and so is act. Measured, with fast 6: 1.82 times eager.
+    # [fast: one graph] The policy, the gradient step. Measured, with NumPy acting: 1.82 times eager.
     if args.compile:
-        variable, usual = ("CXX", "g++") if device.type == "cpu" else ("CC", "gcc")
-        compiler, header = os.getenv(variable) or usual, Path(sysconfig.get_path("include"), "Python.h")
-        if os.name == "posix" and not (shutil.which(compiler.split()[0]) and header.exists()):
-            refuse(f"--compile needs {header} and {compiler}, or the compiler that {variable} names")
-        torch._dynamo.config.trace_autograd_ops = True  # [fast 2] the gradient, too, without a break
+        torch._dynamo.config.trace_autograd_ops = True  # the gradient, too, without a break
         torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
         torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes 5 s
-        act, update_network = (torch.compile(function, fullgraph=True) for function in (act, update_network))
-    # [fast 4] A captured graph is launched at once; there is one for each kind of gradient step.
+        compiled = partial(torch.compile, fullgraph=True)
+        act, update_network = compiled(act), compiled(update_network)
+    # [fast: graph capture] A captured graph is launched at once; there is one a kind of gradient step.
     cudagraphs = args.cudagraphs and device.type == "cuda"
     kinds = [(False,), (True,)]
     if cudagraphs:
@@ -464,13 +445,16 @@ if __name__ == "__main__":
 
     elif args.cudagraphs:
         print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
-    # [fast 5] Compile, warm up and capture before the first step, on the real state, which is then put back.
+    # [fast: warm-up] Compile, warm up and capture before the first step, on the state, and put it back.
     if (args.compile or cudagraphs) and not args.evaluate:
         saved = {name: copy.deepcopy(item.state_dict()) for name, item in state.items()}
-        for kind in (6 if cudagraphs else 1) * kinds:  # captured, four warm up, one records and one replays
-            if not act_in_numpy:
-                act(torch.zeros(args.num_envs, obs_dim, dtype=buffer.dtype, device=device))
-            update(*kind)
+        try:
+            for kind in (6 if cudagraphs else 1) * kinds:  # captured: four warm up, one records, one replays
+                if not act_in_numpy:
+                    act(torch.zeros(args.num_envs, obs_dim, dtype=buffer.dtype, device=device))
+                update(*kind)
+        except InductorError as error:  # no C++ compiler, no Python.h, a space in a path
+            refuse(f"--compile: {str(error.inner_exception)[-300:]}")
         load_states(state, saved)
 
     sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
@@ -479,21 +463,30 @@ if __name__ == "__main__":
     obs = envs.reset(seed=env_seeds)[0].astype(obs_dtype)
     scalars = np.zeros((args.num_envs, 3), np.float32)
 
+    if args.track:
+        import wandb
+
+        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
+        wandb.init(**run, id=folder.name[-64:], name=folder.name, resume="allow", sync_tensorboard=True)
+    writer = SummaryWriter(str(folder), purge_step=global_step + 1 if args.resume else None)  # later ones go
+    table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
+    writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
+
     last = bool(args.evaluate) or global_step >= args.total_timesteps
-    writer = open_logs(args, folder, global_step)
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
-    first_update, saved_step, evaluated = updates, global_step, checkpoint.get("evaluated", global_step)
-    host_updates = -1  # [fast 6] gradient steps that the host's parameters have seen
+    first_update, saved_step = updates, global_step
+    eval_every, checkpoint_every = args.eval_every or math.inf, args.checkpoint_every or math.inf  # never
+    host_updates = -1  # [fast: acting in NumPy] gradient steps that the host's parameters have seen
     startup_seconds = time.perf_counter() - START_TIME
-    sps, best, sps_start = None, None, (global_step, time.perf_counter())
+    sps, sps_start = None, (global_step, time.perf_counter())
     with closing(envs), writer, bar:
         while not last:
-            if act_in_numpy and updates != host_updates:  # [fast 6] sync
+            epsilon.fill_(schedule(global_step))  # [fast: numbers as tensors]
+            if act_in_numpy and updates != host_updates:  # [fast: acting in NumPy] sync
                 host_params.copy_(flat_network.params.detach())
                 host_updates = updates
-            epsilon.fill_(schedule(global_step))
-            actions = policy(obs)  # [fast 6]
+            actions = policy(obs)
             if global_step >= args.learning_starts:
                 if updates == first_update:
                     sps_start = global_step, time.perf_counter()  # counted from the first step that learns
@@ -518,30 +511,30 @@ if __name__ == "__main__":
             if not np.isfinite(rows if obs_dtype == np.float32 else scalars).all():
                 sys.exit(f"{Path(__file__).name}: error: a transition is not finite at step {global_step}")
             buffer[position : position + args.num_envs].copy_(torch.from_numpy(rows), non_blocking=True)
-            size.fill_(min(global_step, capacity))
+            size.fill_(min(global_step, capacity))  # [fast: numbers as tensors]
             obs = next_obs.astype(obs_dtype)
 
             last = bool(stopping) or global_step >= args.total_timesteps
             if last or global_step % args.log_every < args.num_envs:
                 if updates > first_update:
-                    log_losses(writer, global_step, losses)
+                    log_losses()
                 sps = (global_step - sps_start[0]) / (time.perf_counter() - sps_start[1])
                 writer.add_scalar("charts/epsilon", schedule(global_step), global_step)
                 writer.add_scalar("charts/SPS", sps, global_step)
                 bar.postfix = f"SPS {sps:.0f}, return {np.mean(returns[-10:]) if returns else math.nan:.1f}"
                 bar.update(global_step - bar.n)
-                progress = [global_step, updates, updates_due, returns]
-                due = global_step - saved_step >= (args.checkpoint_every or math.inf)
-                if due or (last and (args.save_model or args.checkpoint_every)):
-                    replay = {"buffer": buffer[:global_step].clone()}
-                    save_checkpoint(args, writer, state, progress, evaluated=evaluated, **replay)
-                    saved_step = global_step
-                if args.eval_every and global_step // args.eval_every > evaluated // args.eval_every:
+                progress |= {"global_step": global_step, "updates": updates, "updates_due": updates_due}
+                if global_step // eval_every > progress["evaluated"] // eval_every:
                     pause = time.perf_counter()
                     scores = evaluate(args, make_env(args), best_action, stopping)
                     if not stopping:
-                        best, evaluated = keep_best(args, scores, writer, state, progress), global_step
+                        keep_best(args, writer, state, progress, scores)
                     sps_start = sps_start[0], sps_start[1] + time.perf_counter() - pause
+                at_the_end = last and (args.save_model or args.checkpoint_every)
+                if at_the_end or global_step - saved_step >= checkpoint_every:
+                    replay = {"buffer": buffer[:global_step].clone()}
+                    save_checkpoint(args, writer, f"{global_step}.pt", state, progress, **replay)
+                    saved_step = global_step
 
     # ---- End -----------------------------------------------------------------------------------------------
     eval_returns = []
@@ -551,9 +544,9 @@ if __name__ == "__main__":
     if args.track:
         sys.modules["wandb"].finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
-    summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast 1, 4]
-    summary |= {"updates": updates, "episodes": len(returns), "eval_returns": eval_returns}
-    summary["best_eval_return"] = best
+    summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast: one graph]
+    summary |= {"eval_returns": eval_returns, "best_eval_return": progress["best"]}
+    summary |= {"updates": updates, "episodes": len(returns)}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}

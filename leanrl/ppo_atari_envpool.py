@@ -1,8 +1,9 @@
+# LeanRL 0.1.0
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
 #     "torch>=2.11,<2.16", "gymnasium>=1.4,<1.5", "envpool>=1.2.5,<2", "numpy>=2,<3", "tyro>=1,<2",
-#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.15",
+#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.16",
 # ]
 # ///
 """Proximal Policy Optimization (PPO) for Atari games of EnvPool: the eager script.
@@ -39,22 +40,19 @@ import torch
 import tyro
 from filelock import FileLock, Timeout
 from gymnasium.utils.save_video import capped_cubic_video_schedule, save_video
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 # ---- Arguments ---------------------------------------------------------------------------------------------
-Index = Annotated[int, Field(ge=0, lt=2**63)]
-Count = Annotated[int, Field(ge=1, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
-    seed: Index = 1  # seed of the experiment
+    seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA, as cuDNN always
     track: bool = False  # also send the logs to Weights & Biases
@@ -62,166 +60,30 @@ class Args:
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
     capture_video: bool = False  # record videos of the first environment under runs/<run>/videos
     save_model: bool = False  # write a checkpoint at the end
-    checkpoint_every: Count | None = None  # agent steps between two checkpoints; the newest two are kept
+    checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
     resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
     evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: Count | None = None  # episodes of an evaluation, else 10; if given, one is made at the end
-    eval_every: Count | None = None  # agent steps between two evaluations; the best agent is kept as best.pt
+    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; if given, one at the end
+    eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
 
     env_id: str = "Breakout-v5"  # the id of the game: any Atari game of EnvPool
-    total_timesteps: Count = 10_000_000  # agent steps in all; a rollout beyond them is left out
-    learning_rate: NonNegative = 2.5e-4  # the learning rate at the start
-    num_envs: Count = 8  # the number of parallel environments
-    env_threads: Index = 0  # the number of threads that step the environments; 0 lets EnvPool choose
-    num_steps: Count = 128  # the steps of each environment in a rollout
+    total_timesteps: PositiveInt = 10_000_000  # agent steps in all; a rollout beyond them is left out
+    learning_rate: NonNegativeFloat = 2.5e-4  # the learning rate at the start
+    num_envs: PositiveInt = 8  # the number of parallel environments
+    env_threads: NonNegativeInt = 0  # the number of threads that step the environments; 0 lets EnvPool choose
+    num_steps: PositiveInt = 128  # the steps of each environment in a rollout
     anneal_lr: bool = True  # let the learning rate fall linearly to zero
     gamma: Fraction = 0.99  # the discount factor
     gae_lambda: Fraction = 0.95  # lambda of the generalised advantage estimate
-    num_minibatches: Count = 4  # the number of minibatches that a rollout is divided into
-    update_epochs: Count = 4  # how often a rollout is learnt from
+    num_minibatches: PositiveInt = 4  # the number of minibatches that a rollout is divided into
+    update_epochs: PositiveInt = 4  # how often a rollout is learnt from
     norm_adv: bool = True  # normalise the advantages of each minibatch
-    clip_coef: NonNegative = 0.1  # the bound on the ratio of probabilities, as a distance from 1
+    clip_coef: NonNegativeFloat = 0.1  # the bound on the ratio of probabilities, as a distance from 1
     clip_vloss: bool = True  # clip the value loss, too
-    ent_coef: NonNegative = 0.01  # the weight of the entropy
-    vf_coef: NonNegative = 0.5  # the weight of the value loss
-    max_grad_norm: NonNegative = 0.5  # the norm that gradients are clipped to
-    target_kl: NonNegative | None = None  # end learning from a rollout after the epoch whose KL passes this
-
-
-def parse_args() -> Args:
-    """Read the command line; values that cannot work end the program with one line and status 2."""
-    args = tyro.cli(Args)
-    try:
-        TypeAdapter(Args).validate_python(vars(args))
-    except ValidationError as invalid:
-        error = invalid.errors()[0]
-        refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
-    if args.resume and args.evaluate:
-        refuse("--resume and --evaluate exclude each other")
-    batch_size = args.num_envs * args.num_steps
-    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
-        refuse(f"--num-minibatches takes a smaller divisor of {batch_size}, got {args.num_minibatches}")
-    if not args.evaluate and args.total_timesteps < batch_size:
-        refuse(f"--total-timesteps has to hold a rollout of {batch_size}, got {args.total_timesteps}")
-    return args
-
-
-def refuse(message: str) -> NoReturn:
-    """Tell in one line on standard error what is wrong with the arguments, and exit with status 2."""
-    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
-
-
-# ---- Run: folder, logs, checkpoints, signals, evaluation ---------------------------------------------------
-def open_folder(args: Args, checkpoint: dict) -> tuple[Path, FileLock]:
-    """The folder of a run, locked: that of the checkpoint to resume, or else a new one under `runs/`."""
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
-    folder = checkpoint["file"].parent if args.resume else Path("runs") / re.sub(r"[^\w.=-]", "_", name)
-    folder.mkdir(parents=True, exist_ok=bool(args.resume))
-    try:
-        return folder, FileLock(folder / ".lock").acquire(timeout=0)
-    except Timeout:
-        refuse(f"--resume: a run is at work in {folder}")
-
-
-def open_logs(args: Args, folder: Path, step: int) -> SummaryWriter:
-    """Start the TensorBoard log, and with --track that of Weights & Biases, which follows it."""
-    if args.track:
-        import wandb
-
-        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
-        wandb.init(**run, id=folder.name[-64:], name=folder.name, resume="allow", sync_tensorboard=True)
-    writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume else None)  # later entries go
-    table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
-    writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
-    return writer
-
-
-def log_losses(writer: SummaryWriter, step: int, losses: dict[str, Tensor]) -> None:
-    """Write the mean of each loss; one that is not finite ends the run."""
-    means = torch.stack([loss.mean() for loss in losses.values()]).tolist()  # sync
-    for name, mean in zip(losses, means, strict=True):
-        writer.add_scalar(f"losses/{name}", mean, step)
-        if not math.isfinite(mean):
-            sys.exit(f"{Path(__file__).name}: error: {name} is {mean} at step {step}")
-
-
-def save_checkpoint(args: Args, writer: SummaryWriter, state: dict, progress: list, **more) -> None:
-    """Write `<step>.pt`, whole or not at all, and keep the newest two; with an `eval_return` `best.pt`."""
-    writer.flush()  # so that the curves of a run that is killed have no gap
-    folder, checkpoint = Path(writer.log_dir), {name: item.state_dict() for name, item in state.items()}
-    checkpoint |= {"args": {"script": Path(__file__).stem, **asdict(args)}, "progress": progress, **more}
-    torch.save(checkpoint, folder / "checkpoint.new")
-    (folder / "checkpoint.new").replace(folder / f"{'best' if 'eval_return' in more else progress[0]}.pt")
-    for outdated in sorted(folder.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-2]:
-        outdated.unlink()
-
-
-def load_checkpoint(args: Args) -> dict:
-    """Read the checkpoint to resume or evaluate, the newest of a folder; nothing in it is executed."""
-    path = Path(args.resume or args.evaluate)
-    best = path / "best.pt" if (path / "best.pt").exists() else path
-    file = max(path.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns, default=best)
-    try:
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-        args_before = checkpoint["args"]
-    except Exception as error:  # torch.load raises what it likes where a file is none of its own
-        refuse(f"{file} is not a checkpoint or a folder with one: {type(error).__name__}")
-    if args.resume and "eval_return" in checkpoint:
-        refuse(f"--resume takes a numbered checkpoint, {file} is for --evaluate")
-    fixed = ("script", "env_id", "seed", "num_envs", "buffer_size") if args.resume else ("env_id",)
-    for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
-        before = args_before.get(name, value)
-        if before != value and name in fixed:
-            refuse(f"{file} is of {name} {before}, not {value}: it has to be the same")
-        if before != value and args.resume and name != "resume":
-            print(f"--{name.replace('_', '-')} {value} from here on, it was {before}", file=sys.stderr)
-    return checkpoint | {"file": file.resolve()}
-
-
-def load_states(state: dict, checkpoint: dict) -> None:
-    """Give modules and optimizers their states back; settings of an optimizer are those of the arguments."""
-    for name, item in state.items():
-        settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
-        item.load_state_dict(checkpoint[name] | settings)
-
-
-def stop_on_signals() -> list[int]:
-    """The list to which Ctrl+C, SIGTERM and SIGHUP add their numbers; the same one again ends at once."""
-    received = []
-
-    def note(number: int, _) -> None:
-        received.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, note)
-    return received
-
-
-def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) -> list[float]:
-    """Play whole episodes with a policy from an observation to an action; gives the return of each."""
-    returns = []
-    seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10)
-    for seed in tqdm(seeds.tolist(), desc="evaluation", unit="episode", leave=not args.eval_every):
-        obs, info = env.reset(seed=seed)
-        while "episode" not in info and not stopping:
-            obs, _, _, _, info = env.step(policy(obs))
-        returns += [float(np.sum(info["episode"]["r"]))] if "episode" in info else []
-    env.close()
-    return returns
-
-
-def keep_best(args: Args, returns: list, writer: SummaryWriter, state: dict, progress: list) -> float | None:
-    """Log the mean return of an evaluation, and keep the best agent as `best.pt`: gives that one's mean."""
-    file, mean = Path(writer.log_dir, "best.pt"), float(np.mean(returns))
-    writer.add_scalar("charts/eval_return", mean, progress[0])
-    best = torch.load(file, map_location="cpu")["eval_return"] if file.exists() else None
-    if math.isfinite(mean) and (best is None or mean > best):
-        save_checkpoint(args, writer, state, progress, eval_return=mean)
-        return mean
-    return best
+    ent_coef: NonNegativeFloat = 0.01  # the weight of the entropy
+    vf_coef: NonNegativeFloat = 0.5  # the weight of the value loss
+    max_grad_norm: NonNegativeFloat = 0.5  # the norm that gradients are clipped to
+    target_kl: NonNegativeFloat | None = None  # the KL after an epoch that ends learning from a rollout
 
 
 # ---- Environment -------------------------------------------------------------------------------------------
@@ -271,15 +133,8 @@ def make_envs(args: Args, step: int, videos: Path | None = None, learning: bool 
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
-def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
-    """Initialise a layer in place: orthogonal weights with gain `std`, no bias. Returns the layer."""
-    nn.init.orthogonal_(layer.weight, std)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
 class Agent(nn.Module):
-    """Policy and value: (batch, 84, 84, 4) of uint8 to logits (batch, actions) and values (batch,)."""
+    """Policy and value: (batch, 84, 84, 4) of uint8 to logits (batch, actions) and values (batch, 1)."""
 
     def __init__(self, num_actions: int, device: torch.device):
         super().__init__()
@@ -300,18 +155,136 @@ class Agent(nn.Module):
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.network(obs.permute(0, 3, 1, 2) / 255.0)
-        return self.actor(hidden), self.critic(hidden).squeeze(-1)
+        return self.actor(hidden), self.critic(hidden)
+
+
+def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
+    """Initialise a layer in place: orthogonal weights with gain `std`, no bias. Returns the layer."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.zeros_(layer.bias)
+    return layer
 
 
 def categorical_log_prob(actions: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of actions (batch,) and entropies, both (batch,), under logits (batch, actions)."""
+    """Log-probabilities of actions and entropies, all three (batch, 1), under logits (batch, actions)."""
     log_probs = logits.log_softmax(dim=-1)
-    return log_probs.gather(-1, actions[:, None]).squeeze(-1), -(log_probs.exp() * log_probs).sum(dim=-1)
+    return log_probs.gather(-1, actions), -(log_probs.exp() * log_probs).sum(dim=-1, keepdim=True)
+
+
+def split(rows: Tensor, columns: dict[str, int]) -> dict[str, Tensor]:
+    """Views of rows (..., all widths), one of each column by its name: (..., its width)."""
+    return dict(zip(columns, rows.split([*columns.values()], dim=-1), strict=True))
+
+
+# ---- Run: command line, checkpoints, losses, signals, evaluation -------------------------------------------
+def refuse(message: str) -> NoReturn:
+    """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
+    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse_args() -> tuple[Args, dict]:
+    """The arguments, and the checkpoint of --resume or --evaluate, from which arguments not given come."""
+    args, checkpoint, before = tyro.cli(Args), {}, {}
+    if args.resume and args.evaluate:
+        refuse("--resume and --evaluate exclude each other")
+    if args.resume or args.evaluate:
+        checkpoint = load_checkpoint(args)
+        before = checkpoint["args"] if args.resume else {"env_id": checkpoint["args"]["env_id"]}
+        args = tyro.cli(Args, default=Args(**before))
+    try:
+        TypeAdapter(Args).validate_python(vars(args))
+    except ValidationError as invalid:
+        error = invalid.errors()[0]
+        refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
+    for name, value in before.items():
+        option, now = f"--{name.replace('_', '-')}", getattr(args, name)
+        if now != value and name in ("env_id", "seed", "num_envs", "buffer_size"):
+            refuse(f"{option} has to stay {value}, as in {checkpoint['file']}, got {now}")
+        if now != value and name != "resume":
+            print(f"{option} {now} from here on, it was {value}", file=sys.stderr)
+    return args, checkpoint
+
+
+def load_checkpoint(args: Args) -> dict:
+    """Read the checkpoint to resume or evaluate, of a folder the newest; nothing in it is executed."""
+    path = Path(args.resume or args.evaluate)
+    files = path.glob("[0-9]*.pt" if args.resume else "*.pt")
+    file = max(files, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        script = checkpoint["script"]
+    except Exception as error:  # torch.load raises what it likes where a file is none of its own
+        refuse(f"{file} is not a checkpoint or a folder with one: {type(error).__name__}")
+    if args.resume and (script != Path(__file__).stem or not file.stem.isdecimal()):
+        refuse(f"--resume takes a numbered checkpoint of this script, not {file} of {script}.py")
+    print(f"{'Going on from' if args.resume else 'Evaluating'} {file}", file=sys.stderr)
+    return checkpoint | {"file": file}
+
+
+def save_checkpoint(args: Args, writer: SummaryWriter, name: str, state: dict, progress: dict, **more):
+    """Write a checkpoint into the run's folder, whole or not at all; of numbered ones the newest two stay."""
+    writer.flush()  # so that the curves of a run that is killed have no gap
+    folder, checkpoint = Path(writer.log_dir), {key: item.state_dict() for key, item in state.items()}
+    checkpoint |= {"script": Path(__file__).stem, "args": asdict(args), "progress": progress, **more}
+    torch.save(checkpoint, folder / "checkpoint.new")
+    (folder / "checkpoint.new").replace(folder / name)
+    for outdated in sorted(folder.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-2]:
+        outdated.unlink()
+
+
+def load_states(state: dict, checkpoint: dict) -> None:
+    """Give modules and optimizers their states back; settings of an optimizer are those of the arguments."""
+    for name, item in state.items():
+        settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
+        item.load_state_dict(checkpoint[name] | settings)
+
+
+def stop_on_signals() -> list[int]:
+    """The list to which Ctrl+C, SIGTERM and SIGHUP add their numbers; the same one again ends at once."""
+    received = []
+
+    def note(number: int, _) -> None:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, note)
+    return received
+
+
+def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) -> list[float]:
+    """Play whole episodes with a policy from an observation to an action; gives the return of each."""
+    returns = []
+    seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10)
+    for seed in tqdm(seeds.tolist(), desc="evaluation", unit="episode", leave=not args.eval_every):
+        obs, info = env.reset(seed=seed)
+        while "episode" not in info and not stopping:
+            obs, _, _, _, info = env.step(policy(obs))
+        returns += [float(np.sum(info["episode"]["r"]))] if "episode" in info else []
+    env.close()
+    return returns
+
+
+def keep_best(args: Args, writer: SummaryWriter, state: dict, progress: dict, scores: list[float]) -> None:
+    """Log the mean return of an evaluation, and write `best.pt` if there was no better one before."""
+    mean = float(np.mean(scores))
+    writer.add_scalar("charts/eval_return", mean, progress["global_step"])
+    progress["evaluated"] = progress["global_step"]
+    if math.isfinite(mean) and (progress["best"] is None or mean > progress["best"]):
+        progress["best"] = mean
+        save_checkpoint(args, writer, "best.pt", state, progress)
 
 
 if __name__ == "__main__":
     # ---- Setup ---------------------------------------------------------------------------------------------
-    args = parse_args()
+    args, checkpoint = parse_args()
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
+        refuse(f"--num-minibatches takes a smaller divisor of {batch_size}, got {args.num_minibatches}")
+    if not args.evaluate and args.total_timesteps < batch_size:
+        refuse(f"--total-timesteps has to hold a rollout of {batch_size}, got {args.total_timesteps}")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     if args.cuda and device.type == "cpu":
         print("CUDA is not available: running on the CPU", file=sys.stderr)
@@ -319,9 +292,18 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision(args.matmul_precision)
     torch.manual_seed(args.seed)
 
-    checkpoint = load_checkpoint(args) if args.resume or args.evaluate else {}
-    global_step, updates, returns = checkpoint["progress"] if args.resume else (0, 0, [])
-    folder, lock = open_folder(args, checkpoint)
+    # How far the run is; "evaluated" is the step of the last evaluation, "best" the highest mean of one.
+    progress = {"global_step": 0, "updates": 0, "returns": []}
+    progress |= {"evaluated": 0, "best": None} | (checkpoint["progress"] if args.resume else {})
+    global_step, updates, returns, *_ = progress.values()
+
+    name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
+    folder = checkpoint["file"].parent if args.resume else Path("runs", name)
+    folder.mkdir(parents=True, exist_ok=bool(args.resume))
+    try:
+        lock = FileLock(folder / ".lock").acquire(timeout=0)  # two runs would remove each other's checkpoints
+    except Timeout:
+        refuse(f"--resume: a run is at work in {folder}")
 
     videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
     envs = make_envs(args, global_step, videos)
@@ -331,13 +313,15 @@ if __name__ == "__main__":
     optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     state = {"agent": agent, "optimizer": optimizer}  # what checkpoints hold: add modules and optimizers
 
-    # A row is a step of a game; one more has the last obs. Channels come last: 116 ms a minibatch, not 177.
+    # Columns of a rollout, with a row for each step and one for the last obs, and of the batch made of it.
+    columns = dict.fromkeys(["actions", "log_prob", "values", "rewards", "terminated", "valid"], 1)
+    batch_columns = dict.fromkeys(["actions", "log_prob", "advantages", "targets", "values", "valid"], 1)
+    rollout = torch.zeros(args.num_steps + 1, args.num_envs, len(columns))
+    *_, rollout_rewards, rollout_terminated, rollout_valid = rollout.permute(2, 0, 1).numpy()
+    # Channels come last: 116 ms a minibatch, not 177.
     rollout_obs = torch.zeros(args.num_steps + 1, args.num_envs, 84, 84, 4, dtype=torch.uint8, device=device)
-    # Its columns are action, log-probability and value, and those of the next line.
-    rollout = torch.zeros(args.num_steps + 1, args.num_envs, 6)
-    rollout_rewards, rollout_terminated, rollout_valid = rollout[:, :, 3:].permute(2, 0, 1).numpy()
     buffer = torch.zeros_like(rollout, device=device)
-    batch = torch.zeros(batch_size, 6, device=device)
+    batch = torch.zeros(batch_size, len(batch_columns), device=device)
     losses: dict[str, Tensor] = {}  # the latest, for the log
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
@@ -346,9 +330,9 @@ if __name__ == "__main__":
         with torch.no_grad():
             logits, values = agent(obs)
             gumbel = -torch.empty_like(logits).exponential_().log()
-            actions = (logits + gumbel).argmax(dim=1)  # drawn in proportion to exp(logits)
+            actions = (logits + gumbel).argmax(dim=1, keepdim=True)  # drawn in proportion to exp(logits)
             log_prob, _ = categorical_log_prob(actions, logits)
-            return torch.stack([actions.float(), log_prob, values], dim=1)
+            return torch.cat([actions.float(), log_prob, values], dim=1)
 
     def best_action(obs: np.ndarray) -> np.ndarray:
         """The likeliest action, (1,), at obs (1, 4, 84, 84)."""
@@ -361,9 +345,9 @@ if __name__ == "__main__":
         return (x * valid).sum() / valid.sum().clamp(min=1)
 
     def gae(rewards: Tensor, values: Tensor, terminated: Tensor, valid: Tensor) -> Tensor:
-        """Generalised advantage estimates, (T, n) (Schulman et al., arXiv:1506.02438, equation 16).
+        """Generalised advantage estimates, (T, n, 1) (Schulman et al., arXiv:1506.02438, equation 16).
 
-        rewards, terminated: (T, n). values, valid: (T + 1, n), with the last observation. Where a row is not
+        rewards, terminated: (T, n, 1). values, valid: (T + 1, n, 1), with the last obs. Where a row is not
         valid its step only reset the game or went on after a lost life: the recursion stops on both sides of
         it, and a truncated game bootstraps from its observation, the final one.
         """
@@ -377,14 +361,16 @@ if __name__ == "__main__":
     def prepare() -> None:
         """Make of the rollout the batch to learn from: advantages and value targets."""
         with torch.no_grad():
-            actions, log_prob, values, rewards, terminated, valid = buffer.unbind(2)
-            values = torch.cat([values[:-1], agent(rollout_obs[-1])[1][None]])
-            advantages = gae(rewards[:-1], values, terminated[:-1], valid)
-            values, valid = values[:-1], valid[:-1]
-            targets = advantages + values
-            columns = [actions[:-1], log_prob[:-1], advantages, targets, values, valid]
-            batch.copy_(torch.stack(columns, dim=2).view(batch_size, -1))
+            rows = split(buffer, columns)
+            _, last_values = agent(rollout_obs[-1])
+            values = torch.cat([rows["values"][:-1], last_values[None]])
+            advantages = gae(rows["rewards"][:-1], values, rows["terminated"][:-1], rows["valid"])
+            targets = advantages + values[:-1]
+            rows |= {"advantages": advantages, "targets": targets}
+            parts = [rows[name][: args.num_steps] for name in batch_columns]
+            batch.copy_(torch.cat(parts, dim=2).view(batch_size, -1))
 
+            values, valid = values[:-1], rows["valid"][:-1]
             error = targets - values
             unexplained = masked_mean((error - masked_mean(error, valid)).square(), valid)
             variance = masked_mean((targets - masked_mean(targets, valid)).square(), valid)
@@ -393,26 +379,26 @@ if __name__ == "__main__":
     def update(indices: Tensor) -> None:
         """One gradient step on the rows `indices` of the batch, (minibatch_size,)."""
         obs = rollout_obs.view(-1, 84, 84, 4).index_select(0, indices)
-        rows = batch.index_select(0, indices)
-        actions, old_log_prob, advantages, targets, old_values, valid = rows.unbind(1)
+        rows = split(batch.index_select(0, indices), batch_columns)
+        advantages, valid = rows["advantages"], rows["valid"]
         if args.norm_adv:
             centred = advantages - masked_mean(advantages, valid)
             variance = (centred.square() * valid).sum() / (valid.sum() - 1).clamp(min=1)
             advantages = centred / (variance.sqrt() + 1e-8)
 
         logits, values = agent(obs)
-        log_prob, entropies = categorical_log_prob(actions.long(), logits)
-        log_ratio = log_prob - old_log_prob
+        log_prob, entropy = categorical_log_prob(rows["actions"].long(), logits)
+        log_ratio = log_prob - rows["log_prob"]
         ratio = log_ratio.exp()
         clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
         policy_losses = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)  # PPO, equation 7
         policy_loss = masked_mean(policy_losses, valid)
-        value_errors = (values - targets).square()
+        value_errors = (values - rows["targets"]).square()
         if args.clip_vloss:
-            clipped_values = old_values + (values - old_values).clamp(-args.clip_coef, args.clip_coef)
-            value_errors = torch.maximum(value_errors, (clipped_values - targets).square())
+            change = (values - rows["values"]).clamp(-args.clip_coef, args.clip_coef)
+            value_errors = torch.maximum(value_errors, (rows["values"] + change - rows["targets"]).square())
         value_loss = 0.5 * masked_mean(value_errors, valid)
-        entropy = masked_mean(entropies, valid)
+        entropy = masked_mean(entropy, valid)
         loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss  # PPO, equation 9
         optimizer.zero_grad()
         loss.backward()
@@ -430,6 +416,13 @@ if __name__ == "__main__":
         """Keep the latest values for the log; nothing waits for the device here."""
         losses.update({name: value.detach() for name, value in values.items()})
 
+    def log_losses() -> None:
+        """Write the latest losses; one that is not finite ends the run."""
+        for name, loss in zip(losses, torch.stack([*losses.values()]).tolist(), strict=True):  # sync
+            writer.add_scalar(f"losses/{name}", loss, global_step)
+            if not math.isfinite(loss):
+                sys.exit(f"{Path(__file__).name}: error: {name} is {loss} at step {global_step}")
+
     # ---- Training ------------------------------------------------------------------------------------------
     if args.evaluate or args.resume:
         load_states({"agent": agent} if args.evaluate else state, checkpoint)
@@ -440,13 +433,22 @@ if __name__ == "__main__":
     rollout_obs[-1].copy_(torch.from_numpy(next_obs).permute(0, 2, 3, 1))  # a rollout begins with it
     rollout_valid[-1], valid = 1, np.ones(args.num_envs, dtype=bool)
 
+    if args.track:
+        import wandb
+
+        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
+        wandb.init(**run, id=folder.name[-64:], name=folder.name, resume="allow", sync_tensorboard=True)
+    writer = SummaryWriter(str(folder), purge_step=global_step + 1 if args.resume else None)  # later ones go
+    table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
+    writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
+
     last = bool(args.evaluate) or global_step + batch_size > args.total_timesteps
-    writer = open_logs(args, folder, global_step)
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
-    saved_step, evaluated = global_step, checkpoint.get("evaluated", global_step)
+    saved_step = global_step
+    eval_every, checkpoint_every = args.eval_every or math.inf, args.checkpoint_every or math.inf  # never
     startup_seconds = time.perf_counter() - START_TIME
-    sps, best, sps_start = None, None, (global_step, time.perf_counter())
+    sps, sps_start = None, (global_step, time.perf_counter())
     with closing(envs), writer, bar:
         while not last:
             remaining = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
@@ -475,25 +477,25 @@ if __name__ == "__main__":
                     updates += 1
                 if args.target_kl is not None and losses["approx_kl"] > args.target_kl:  # sync, once an epoch
                     break
-            log_losses(writer, global_step, losses)
+            log_losses()
             sps = (global_step - sps_start[0]) / (time.perf_counter() - sps_start[1])
             writer.add_scalar("charts/SPS", sps, global_step)
             writer.add_scalar("charts/learning_rate", args.learning_rate * remaining, global_step)
             bar.postfix = f"SPS {sps:.0f}, return {np.mean(returns[-10:]) if returns else math.nan:.1f}"
             bar.update(global_step - bar.n)
-            progress = [global_step, updates, returns]
+            progress |= {"global_step": global_step, "updates": updates}
             last = bool(stopping) or global_step + batch_size > args.total_timesteps
-            due = global_step - saved_step >= (args.checkpoint_every or math.inf)
-            if due or (last and (args.save_model or args.checkpoint_every)):
-                save_checkpoint(args, writer, state, progress, evaluated=evaluated)
-                saved_step = global_step
-            if args.eval_every and global_step // args.eval_every > evaluated // args.eval_every:
+            if global_step // eval_every > progress["evaluated"] // eval_every:
                 pause = time.perf_counter()
                 game = make_envs(replace(args, num_envs=1), 0, learning=False)
                 scores = evaluate(args, game, best_action, stopping)
                 if not stopping:
-                    best, evaluated = keep_best(args, scores, writer, state, progress), global_step
+                    keep_best(args, writer, state, progress, scores)
                 sps_start = sps_start[0], sps_start[1] + time.perf_counter() - pause
+            at_the_end = last and (args.save_model or args.checkpoint_every)
+            if at_the_end or global_step - saved_step >= checkpoint_every:
+                save_checkpoint(args, writer, f"{global_step}.pt", state, progress)
+                saved_step = global_step
 
     # ---- End -----------------------------------------------------------------------------------------------
     eval_returns = []
@@ -505,8 +507,8 @@ if __name__ == "__main__":
         sys.modules["wandb"].finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": False, "cudagraphs": False}
-    summary |= {"updates": updates, "episodes": len(returns), "eval_returns": eval_returns}
-    summary["best_eval_return"] = best
+    summary |= {"eval_returns": eval_returns, "best_eval_return": progress["best"]}
+    summary |= {"updates": updates, "episodes": len(returns)}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}

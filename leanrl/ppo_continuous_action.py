@@ -1,8 +1,9 @@
+# LeanRL 0.1.0
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
 #     "torch>=2.11,<2.16", "gymnasium[mujoco]>=1.4,<1.5", "mujoco>=3.6,<4", "numpy>=2,<3", "tyro>=1,<2",
-#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.15",
+#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.16",
 #     "envpool>=1.2.5,<2",
 # ]
 # ///
@@ -46,22 +47,19 @@ import tyro
 from filelock import FileLock, Timeout
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import RecordEpisodeStatistics
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 # ---- Arguments ---------------------------------------------------------------------------------------------
-Index = Annotated[int, Field(ge=0, lt=2**63)]
-Count = Annotated[int, Field(ge=1, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
-    seed: Index = 1  # seed of the experiment
+    seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: bfloat16
     track: bool = False  # also send the logs to Weights & Biases
@@ -69,122 +67,210 @@ class Args:
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
     capture_video: bool = False  # record videos of the first environment under runs/<run>/videos
     save_model: bool = False  # write a checkpoint at the end
-    checkpoint_every: Count | None = None  # agent steps between two checkpoints; the newest two are kept
+    checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
     resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
     evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: Count | None = None  # episodes of an evaluation, else 10; if given, one is made at the end
-    eval_every: Count | None = None  # agent steps between two evaluations; the best agent is kept as best.pt
+    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; if given, one at the end
+    eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
 
     env_id: str = "HalfCheetah-v4"  # the id of the environment: any with vectors as actions
-    total_timesteps: Count = 1_000_000  # agent steps in all; a rollout beyond them is left out
-    learning_rate: NonNegative = 3e-4  # the learning rate at the start
-    num_envs: Count = 1  # the number of parallel environments
+    total_timesteps: PositiveInt = 1_000_000  # agent steps in all; a rollout beyond them is left out
+    learning_rate: NonNegativeFloat = 3e-4  # the learning rate at the start
+    num_envs: PositiveInt = 1  # the number of parallel environments
     env_backend: Literal["gymnasium", "envpool"] = "gymnasium"  # what steps the environments
-    env_threads: Index = 0  # the number of EnvPool's threads; 0: one for each core
-    num_steps: Count = 2048  # the steps of each environment in a rollout
+    env_threads: NonNegativeInt = 0  # the number of EnvPool's threads; 0: one for each core
+    num_steps: PositiveInt = 2048  # the steps of each environment in a rollout
     anneal_lr: bool = True  # let the learning rate fall linearly to zero
     gamma: Fraction = 0.99  # the discount factor
     gae_lambda: Fraction = 0.95  # lambda of the generalised advantage estimate
-    num_minibatches: Count = 32  # the number of minibatches that a rollout is divided into
-    update_epochs: Count = 10  # how often a rollout is learnt from
+    num_minibatches: PositiveInt = 32  # the number of minibatches that a rollout is divided into
+    update_epochs: PositiveInt = 10  # how often a rollout is learnt from
     norm_adv: bool = True  # normalise the advantages of each minibatch
-    clip_coef: NonNegative = 0.2  # the bound on the ratio of probabilities, as a distance from 1
+    clip_coef: NonNegativeFloat = 0.2  # the bound on the ratio of probabilities, as a distance from 1
     clip_vloss: bool = True  # clip the value loss, too
-    ent_coef: NonNegative = 0.0  # the weight of the entropy
-    vf_coef: NonNegative = 0.5  # the weight of the value loss
-    max_grad_norm: NonNegative = 0.5  # the norm that gradients are clipped to
-    target_kl: NonNegative | None = None  # end learning from a rollout after the epoch whose KL passes this
+    ent_coef: NonNegativeFloat = 0.0  # the weight of the entropy
+    vf_coef: NonNegativeFloat = 0.5  # the weight of the value loss
+    max_grad_norm: NonNegativeFloat = 0.5  # the norm that gradients are clipped to
+    target_kl: NonNegativeFloat | None = None  # the KL after an epoch that ends learning from a rollout
 
 
-def parse_args() -> Args:
-    """Read the command line; values that cannot work end the program with one line and status 2."""
-    args = tyro.cli(Args)
+# ---- Environment -------------------------------------------------------------------------------------------
+def make_env(args: Args, videos: Path | None = None) -> gym.Env:
+    """Build an environment with flat observations that clips actions, filmed into the folder `videos`."""
+    warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature has figures of -v4
+    try:
+        env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
+    except gym.error.Error as error:
+        refuse(f"--env-id {args.env_id}: {error}")
+    obs, actions = env.observation_space, env.action_space
+    boxes = isinstance(obs, gym.spaces.Box) and isinstance(actions, gym.spaces.Box)
+    if not (boxes and len(actions.shape) == 1):
+        refuse(f"--env-id takes Box observations and vectors as actions, not {obs} and {actions}")
+    if videos:
+        if renderer := getattr(env.unwrapped, "mujoco_renderer", None):
+            # Gymnasium 1.4 lets a HalfCheetah run out of sight. Without such a camera this is -1, its choice.
+            renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
+        env = gym.wrappers.RecordVideo(env, str(videos), disable_logger=True)
+    env = env if len(obs.shape) == 1 else gym.wrappers.FlattenObservation(env)  # 2 of the 87 us of a step
+    return gym.wrappers.ClipAction(env)
+
+
+class Envs(SyncVectorEnv):
+    """Environments stepped in turn that leave infos empty: to gather them takes 10 of the 74 us of a step."""
+
+    def _add_info(self, vector_infos: dict, env_info: dict, env_num: int) -> dict:
+        return vector_infos
+
+
+def make_envs(args: Args, seeds: list[int], videos: Path | None) -> VectorEnv:
+    """Build all environments; the step after the end of an episode only resets (NEXT_STEP autoreset)."""
+    if args.env_backend == "gymnasium":
+        env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(args.num_envs)]
+        return Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
+    try:
+        import envpool
+    except ImportError:
+        refuse("--env-backend envpool needs the package envpool")
+    make_env(args).close()  # refuses what cannot be evaluated
+    known = args.env_id in envpool.list_all_envs() and envpool.make_spec(args.env_id)
+    if not known or len(known.observation_space.shape) != 1:
+        refuse(f"--env-id {args.env_id}: EnvPool has no such environment with vectors as observations")
+    if videos:
+        print("--capture-video: EnvPool films nothing, only evaluation is filmed", file=sys.stderr)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    options = {"num_envs": args.num_envs, "num_threads": min(args.env_threads or cores, args.num_envs)}
+    warnings.filterwarnings("ignore", message=".*seeds are fixed.*")  # here, and of 31 bits
+    envs = envpool.make(args.env_id, "gymnasium", seed=[seed >> 1 for seed in seeds], **options)
+    return gym.wrappers.ClipAction(envs)
+
+
+# ---- Networks ----------------------------------------------------------------------------------------------
+class Agent(nn.Module):
+    """Policy and value: (..., obs_dim) to mean (..., action_dim), log_std (1, action_dim), value (..., 1)."""
+
+    def __init__(self, obs_dim: int, action_dim: int, device: torch.device):
+        super().__init__()
+        self.critic = nn.Sequential(
+            layer_init(nn.Linear(obs_dim, 64, device=device)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 64, device=device)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 1, device=device), std=1.0),
+        )
+        self.actor_mean = nn.Sequential(
+            layer_init(nn.Linear(obs_dim, 64, device=device)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 64, device=device)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, action_dim, device=device), std=0.01),
+        )
+        self.actor_logstd = nn.Parameter(torch.zeros(1, action_dim, device=device))
+
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # Acting takes `actor_mean` and `actor_logstd` alone.
+        return self.actor_mean(obs), self.actor_logstd, self.critic(obs)
+
+
+def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
+    """Initialise a layer in place: orthogonal weights with gain `std`, no bias. Returns the layer."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def normal_log_prob(actions: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """Log-density, (..., 1), of actions (..., action_dim) under independent normal distributions."""
+    standardised = (actions - mean) * (-log_std).exp()
+    return (-0.5 * standardised.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1, keepdim=True)
+
+
+def split(rows: Tensor, columns: dict[str, int]) -> dict[str, Tensor]:
+    """Views of rows (..., all widths), one of each column by its name: (..., its width)."""
+    return dict(zip(columns, rows.split([*columns.values()], dim=-1), strict=True))
+
+
+class RunningMoments:
+    """Count, mean, squared deviations of all rows so far, in float64 (Chan et al., 1979, equations 2.1)."""
+
+    def __init__(self, dim: int):
+        self.count, self.mean, self.squares = np.zeros(()), np.zeros(dim), np.zeros(dim)
+
+    def update(self, rows: np.ndarray) -> None:
+        """Take in rows (n, dim); n may be 0."""
+        count, added = self.count.item(), len(rows)  # numbers: 0-dim arrays would take 3 of 10 us
+        if added == 0:
+            return
+        mean = rows.sum(axis=0, dtype=np.float64) / added
+        delta = mean - self.mean
+        within = np.square(rows - mean).sum(axis=0) if added > 1 else 0.0  # 3 of 10 us
+        self.squares += within + np.square(delta) * (count * added / (count + added))
+        self.mean += delta * (added / (count + added))
+        self.count.fill(count + added)
+
+    def std(self) -> np.ndarray:
+        """The standard deviation, (dim,), never 0."""
+        return np.sqrt(self.squares / max(self.count.item(), 1) + 1e-8)
+
+    def standardise(self, rows: np.ndarray) -> np.ndarray:
+        """Rows (n, dim) less the mean over the standard deviation, clipped to 10."""
+        return ((rows - self.mean) / self.std()).clip(-10, 10)
+
+
+# ---- Run: command line, checkpoints, losses, signals, evaluation -------------------------------------------
+def refuse(message: str) -> NoReturn:
+    """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
+    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse_args() -> tuple[Args, dict]:
+    """The arguments, and the checkpoint of --resume or --evaluate, from which arguments not given come."""
+    args, checkpoint, before = tyro.cli(Args), {}, {}
+    if args.resume and args.evaluate:
+        refuse("--resume and --evaluate exclude each other")
+    if args.resume or args.evaluate:
+        checkpoint = load_checkpoint(args)
+        before = checkpoint["args"] if args.resume else {"env_id": checkpoint["args"]["env_id"]}
+        args = tyro.cli(Args, default=Args(**before))
     try:
         TypeAdapter(Args).validate_python(vars(args))
     except ValidationError as invalid:
         error = invalid.errors()[0]
         refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
-    if args.resume and args.evaluate:
-        refuse("--resume and --evaluate exclude each other")
-    batch_size = args.num_envs * args.num_steps
-    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
-        refuse(f"--num-minibatches takes a smaller divisor of {batch_size}, got {args.num_minibatches}")
-    if not args.evaluate and args.total_timesteps < batch_size:
-        refuse(f"--total-timesteps has to hold a rollout of {batch_size}, got {args.total_timesteps}")
-    return args
-
-
-def refuse(message: str) -> NoReturn:
-    """Tell in one line on standard error what is wrong with the arguments, and exit with status 2."""
-    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
-
-
-# ---- Run: folder, logs, checkpoints, signals, evaluation ---------------------------------------------------
-def open_folder(args: Args, checkpoint: dict) -> tuple[Path, FileLock]:
-    """The folder of a run, locked: that of the checkpoint to resume, or else a new one under `runs/`."""
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
-    folder = checkpoint["file"].parent if args.resume else Path("runs") / re.sub(r"[^\w.=-]", "_", name)
-    folder.mkdir(parents=True, exist_ok=bool(args.resume))
-    try:
-        return folder, FileLock(folder / ".lock").acquire(timeout=0)
-    except Timeout:
-        refuse(f"--resume: a run is at work in {folder}")
-
-
-def open_logs(args: Args, folder: Path, step: int) -> SummaryWriter:
-    """Start the TensorBoard log, and with --track that of Weights & Biases, which follows it."""
-    if args.track:
-        import wandb
-
-        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
-        wandb.init(**run, id=folder.name[-64:], name=folder.name, resume="allow", sync_tensorboard=True)
-    writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume else None)  # later entries go
-    table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
-    writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
-    return writer
-
-
-def log_losses(writer: SummaryWriter, step: int, losses: dict[str, Tensor]) -> None:
-    """Write the mean of each loss; one that is not finite ends the run."""
-    means = torch.stack([loss.mean() for loss in losses.values()]).tolist()  # sync
-    for name, mean in zip(losses, means, strict=True):
-        writer.add_scalar(f"losses/{name}", mean, step)
-        if not math.isfinite(mean):
-            sys.exit(f"{Path(__file__).name}: error: {name} is {mean} at step {step}")
-
-
-def save_checkpoint(args: Args, writer: SummaryWriter, state: dict, progress: list, **more) -> None:
-    """Write `<step>.pt`, whole or not at all, and keep the newest two; with an `eval_return` `best.pt`."""
-    writer.flush()  # so that the curves of a run that is killed have no gap
-    folder, checkpoint = Path(writer.log_dir), {name: item.state_dict() for name, item in state.items()}
-    checkpoint |= {"args": {"script": Path(__file__).stem, **asdict(args)}, "progress": progress, **more}
-    torch.save(checkpoint, folder / "checkpoint.new")
-    (folder / "checkpoint.new").replace(folder / f"{'best' if 'eval_return' in more else progress[0]}.pt")
-    for outdated in sorted(folder.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-2]:
-        outdated.unlink()
+    for name, value in before.items():
+        option, now = f"--{name.replace('_', '-')}", getattr(args, name)
+        if now != value and name in ("env_id", "seed", "num_envs", "buffer_size"):
+            refuse(f"{option} has to stay {value}, as in {checkpoint['file']}, got {now}")
+        if now != value and name != "resume":
+            print(f"{option} {now} from here on, it was {value}", file=sys.stderr)
+    return args, checkpoint
 
 
 def load_checkpoint(args: Args) -> dict:
-    """Read the checkpoint to resume or evaluate, the newest of a folder; nothing in it is executed."""
+    """Read the checkpoint to resume or evaluate, of a folder the newest; nothing in it is executed."""
     path = Path(args.resume or args.evaluate)
-    best = path / "best.pt" if (path / "best.pt").exists() else path
-    file = max(path.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns, default=best)
+    files = path.glob("[0-9]*.pt" if args.resume else "*.pt")
+    file = max(files, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-        args_before = checkpoint["args"]
+        script = checkpoint["script"]
     except Exception as error:  # torch.load raises what it likes where a file is none of its own
         refuse(f"{file} is not a checkpoint or a folder with one: {type(error).__name__}")
-    if args.resume and "eval_return" in checkpoint:
-        refuse(f"--resume takes a numbered checkpoint, {file} is for --evaluate")
-    fixed = ("script", "env_id", "seed", "num_envs", "buffer_size") if args.resume else ("env_id",)
-    for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
-        before = args_before.get(name, value)
-        if before != value and name in fixed:
-            refuse(f"{file} is of {name} {before}, not {value}: it has to be the same")
-        if before != value and args.resume and name != "resume":
-            print(f"--{name.replace('_', '-')} {value} from here on, it was {before}", file=sys.stderr)
-    return checkpoint | {"file": file.resolve()}
+    if args.resume and (script != Path(__file__).stem or not file.stem.isdecimal()):
+        refuse(f"--resume takes a numbered checkpoint of this script, not {file} of {script}.py")
+    print(f"{'Going on from' if args.resume else 'Evaluating'} {file}", file=sys.stderr)
+    return checkpoint | {"file": file}
+
+
+def save_checkpoint(args: Args, writer: SummaryWriter, name: str, state: dict, progress: dict, **more):
+    """Write a checkpoint into the run's folder, whole or not at all; of numbered ones the newest two stay."""
+    writer.flush()  # so that the curves of a run that is killed have no gap
+    folder, checkpoint = Path(writer.log_dir), {key: item.state_dict() for key, item in state.items()}
+    checkpoint |= {"script": Path(__file__).stem, "args": asdict(args), "progress": progress, **more}
+    torch.save(checkpoint, folder / "checkpoint.new")
+    (folder / "checkpoint.new").replace(folder / name)
+    for outdated in sorted(folder.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-2]:
+        outdated.unlink()
 
 
 def load_states(state: dict, checkpoint: dict) -> None:
@@ -221,147 +307,24 @@ def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) ->
     return returns
 
 
-def keep_best(args: Args, returns: list, writer: SummaryWriter, state: dict, progress: list) -> float | None:
-    """Log the mean return of an evaluation, and keep the best agent as `best.pt`: gives that one's mean."""
-    file, mean = Path(writer.log_dir, "best.pt"), float(np.mean(returns))
-    writer.add_scalar("charts/eval_return", mean, progress[0])
-    best = torch.load(file, map_location="cpu")["eval_return"] if file.exists() else None
-    if math.isfinite(mean) and (best is None or mean > best):
-        save_checkpoint(args, writer, state, progress, eval_return=mean)
-        return mean
-    return best
-
-
-# ---- Environment -------------------------------------------------------------------------------------------
-def make_env(args: Args, videos: Path | None = None) -> gym.Env:
-    """Build an environment with flat observations that clips actions, filmed into the folder `videos`."""
-    warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature has figures of -v4
-    try:
-        env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
-    except gym.error.Error as error:
-        refuse(f"--env-id {args.env_id}: {error}")
-    obs, actions = env.observation_space, env.action_space
-    boxes = isinstance(obs, gym.spaces.Box) and isinstance(actions, gym.spaces.Box)
-    if not (boxes and len(actions.shape) == 1):
-        refuse(f"--env-id takes Box observations and vectors as actions, not {obs} and {actions}")
-    if videos:
-        if renderer := getattr(env.unwrapped, "mujoco_renderer", None):
-            # Gymnasium 1.4 lets a HalfCheetah run out of sight. Without such a camera this is -1, its choice.
-            renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
-        env = gym.wrappers.RecordVideo(env, str(videos), disable_logger=True)
-    env = env if len(obs.shape) == 1 else gym.wrappers.FlattenObservation(env)  # 2 of the 87 us of a step
-    return gym.wrappers.ClipAction(env)
-
-
-class Envs(SyncVectorEnv):
-    """Environments stepped in turn that leave infos empty: to gather them takes 10 of the 74 us of a step."""
-
-    def _add_info(self, vector_infos: dict, env_info: dict, env_num: int) -> dict:
-        return vector_infos
-
-
-def make_envs(args: Args, seeds: list[int], videos: Path | None) -> VectorEnv:
-    """Build all environments; the step after the end of an episode only resets (NEXT_STEP autoreset).
-
-    EnvPool steps them on all cores. It takes the seeds here, not at the reset, and no wrapper of `make_env`.
-    """
-    if args.env_backend == "gymnasium":
-        env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(args.num_envs)]
-        return Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
-    try:
-        import envpool
-    except ImportError:
-        refuse("--env-backend envpool needs the package envpool")
-
-    def fits(name: str) -> bool:
-        spec = envpool.make_spec(name)
-        obs, actions = spec.observation_space, spec.action_space
-        return isinstance(actions, gym.spaces.Box) and isinstance(obs, gym.spaces.Box) and len(obs.shape) == 1
-
-    both = sorted(name for name in set(envpool.list_all_envs()) & set(gym.registry) if "/" not in name)
-    if args.env_id not in both or not fits(args.env_id):
-        known = filter(fits, both)
-        refuse(f"--env-id with --env-backend envpool takes one of {' '.join(known)}, not {args.env_id}")
-    make_env(args).close()  # refuses what cannot be evaluated
-    if videos:
-        print("--capture-video: EnvPool films nothing, only evaluation is filmed", file=sys.stderr)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    options = {"num_envs": args.num_envs, "num_threads": min(args.env_threads or cores, args.num_envs)}
-    seeds = [seed >> 1 for seed in seeds]  # of 31 bits
-    warnings.filterwarnings("ignore", message=".*seeds are fixed.*")
-    return gym.wrappers.ClipAction(envpool.make(args.env_id, "gymnasium", seed=seeds, **options))
-
-
-class RunningMoments:
-    """Count, mean, squared deviations of all rows so far, in float64 (Chan et al., 1979, equations 2.1)."""
-
-    def __init__(self, dim: int):
-        self.count, self.mean, self.squares = np.zeros(()), np.zeros(dim), np.zeros(dim)
-
-    def update(self, rows: np.ndarray) -> None:
-        """Take in rows (n, dim); n may be 0."""
-        count, added = self.count.item(), len(rows)  # numbers: 0-dim arrays would take 3 of 10 us
-        if added == 0:
-            return
-        mean = rows.sum(axis=0, dtype=np.float64) / added
-        delta = mean - self.mean
-        within = np.square(rows - mean).sum(axis=0) if added > 1 else 0.0  # 3 of 10 us
-        self.squares += within + np.square(delta) * (count * added / (count + added))
-        self.mean += delta * (added / (count + added))
-        self.count.fill(count + added)
-
-    def std(self) -> np.ndarray:
-        """The standard deviation, (dim,), never 0."""
-        return np.sqrt(self.squares / max(self.count.item(), 1) + 1e-8)
-
-    def standardise(self, rows: np.ndarray) -> np.ndarray:
-        """Rows (n, dim) less the mean over the standard deviation, clipped to 10."""
-        return ((rows - self.mean) / self.std()).clip(-10, 10)
-
-
-# ---- Networks ----------------------------------------------------------------------------------------------
-def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
-    """Initialise a layer in place: orthogonal weights with gain `std`, no bias. Returns the layer."""
-    nn.init.orthogonal_(layer.weight, std)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
-class Agent(nn.Module):
-    """Policy and value: (..., obs_dim) to mean (..., action_dim), log_std (1, action_dim) and value (...)."""
-
-    def __init__(self, obs_dim: int, action_dim: int, device: torch.device):
-        super().__init__()
-        self.critic = nn.Sequential(
-            layer_init(nn.Linear(obs_dim, 64, device=device)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, 64, device=device)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, 1, device=device), std=1.0),
-        )
-        self.actor_mean = nn.Sequential(
-            layer_init(nn.Linear(obs_dim, 64, device=device)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, 64, device=device)),
-            nn.Tanh(),
-            layer_init(nn.Linear(64, action_dim, device=device), std=0.01),
-        )
-        self.actor_logstd = nn.Parameter(torch.zeros(1, action_dim, device=device))
-
-    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # Acting takes `actor_mean` and `actor_logstd` alone.
-        return self.actor_mean(obs), self.actor_logstd, self.critic(obs).squeeze(-1)
-
-
-def normal_log_prob(actions: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """Log-density, (batch,), of actions (batch, action_dim) under independent normal distributions."""
-    standardised = (actions - mean) * (-log_std).exp()
-    return (-0.5 * standardised.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
+def keep_best(args: Args, writer: SummaryWriter, state: dict, progress: dict, scores: list[float]) -> None:
+    """Log the mean return of an evaluation, and write `best.pt` if there was no better one before."""
+    mean = float(np.mean(scores))
+    writer.add_scalar("charts/eval_return", mean, progress["global_step"])
+    progress["evaluated"] = progress["global_step"]
+    if math.isfinite(mean) and (progress["best"] is None or mean > progress["best"]):
+        progress["best"] = mean
+        save_checkpoint(args, writer, "best.pt", state, progress)
 
 
 if __name__ == "__main__":
     # ---- Setup ---------------------------------------------------------------------------------------------
-    args = parse_args()
+    args, checkpoint = parse_args()
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
+        refuse(f"--num-minibatches takes a smaller divisor of {batch_size}, got {args.num_minibatches}")
+    if not args.evaluate and args.total_timesteps < batch_size:
+        refuse(f"--total-timesteps has to hold a rollout of {batch_size}, got {args.total_timesteps}")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     if args.cuda and device.type == "cpu":
         print("CUDA is not available: running on the CPU", file=sys.stderr)
@@ -370,9 +333,18 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision(args.matmul_precision)
     torch.manual_seed(args.seed)
 
-    checkpoint = load_checkpoint(args) if args.resume or args.evaluate else {}
-    global_step, updates, returns = checkpoint["progress"] if args.resume else (0, 0, [])
-    folder, lock = open_folder(args, checkpoint)
+    # How far the run is; "evaluated" is the step of the last evaluation, "best" the highest mean of one.
+    progress = {"global_step": 0, "updates": 0, "returns": []}
+    progress |= {"evaluated": 0, "best": None} | (checkpoint["progress"] if args.resume else {})
+    global_step, updates, returns, *_ = progress.values()
+
+    name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
+    folder = checkpoint["file"].parent if args.resume else Path("runs", name)
+    folder.mkdir(parents=True, exist_ok=bool(args.resume))
+    try:
+        lock = FileLock(folder / ".lock").acquire(timeout=0)  # two runs would remove each other's checkpoints
+    except Timeout:
+        refuse(f"--resume: a run is at work in {folder}")
 
     videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
     sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
@@ -388,14 +360,16 @@ if __name__ == "__main__":
     state = {"agent": agent, "optimizer": optimizer}
     for name, moments in {"obs_moments": obs_moments, "return_moments": return_moments}.items():
         state[name] = nn.ParameterDict({key: torch.from_numpy(array) for key, array in vars(moments).items()})
-    # A row is a step of an environment: obs, action, reward, terminated, valid. One more has the last obs.
-    rollout = torch.zeros(args.num_steps + 1, args.num_envs, obs_dim + action_dim + 3)
-    parts = rollout.split([obs_dim, action_dim, 1, 1, 1], dim=2)
-    rollout_obs, rollout_actions, *scalars = (part.numpy() for part in parts)
+    # Columns of a rollout, with a row for each step and one for the last obs, and of the batch made of it.
+    columns = {"obs": obs_dim, "actions": action_dim, "rewards": 1, "terminated": 1, "valid": 1}
+    batch_columns = {"obs": obs_dim, "actions": action_dim, "log_prob": 1, "advantages": 1, "targets": 1}
+    batch_columns |= {"values": 1, "valid": 1}
+    rollout = torch.zeros(args.num_steps + 1, args.num_envs, sum(columns.values()))
+    rollout_obs, rollout_actions, *scalars = (part.numpy() for part in split(rollout, columns).values())
     rollout_rewards, rollout_terminated, rollout_valid = (scalar[:, :, 0] for scalar in scalars)
     rollout_returns = np.zeros((args.num_steps, args.num_envs))  # discounted, to scale rewards with
     buffer = torch.zeros_like(rollout, device=device)
-    batch = torch.zeros(batch_size, obs_dim + action_dim + 5, device=device)
+    batch = torch.zeros(batch_size, sum(batch_columns.values()), device=device)
     losses: dict[str, Tensor] = {}  # the latest, for the log
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
@@ -416,9 +390,9 @@ if __name__ == "__main__":
         return (x * valid).sum() / valid.sum().clamp(min=1)
 
     def gae(rewards: Tensor, values: Tensor, terminated: Tensor, valid: Tensor) -> Tensor:
-        """Generalised advantage estimates, (T, n) (Schulman et al., arXiv:1506.02438, equation 16).
+        """Generalised advantage estimates, (T, n, 1) (Schulman et al., arXiv:1506.02438, equation 16).
 
-        rewards, terminated: (T, n). values, valid: (T + 1, n), with the last observation. Where a row is not
+        rewards, terminated: (T, n, 1). values, valid: (T + 1, n, 1), with the last obs. Where a row is not
         valid its step only reset the environment: the recursion stops on both sides of it, and a truncated
         episode bootstraps from its observation, the final one.
         """
@@ -432,16 +406,16 @@ if __name__ == "__main__":
     def prepare() -> None:
         """Make of the rollout the batch to learn from: log-probabilities, values, advantages and targets."""
         with torch.no_grad():
-            obs, actions, scalars = buffer.split([obs_dim, action_dim, 3], dim=2)
-            rewards, terminated, valid = scalars.unbind(2)
-            mean, log_std, values = agent(obs)
-            log_prob = normal_log_prob(actions, mean, log_std)
-            advantages = gae(rewards[:-1], values, terminated[:-1], valid)
-            values, valid = values[:-1], valid[:-1]
-            targets = advantages + values
-            scalars = torch.stack([log_prob[:-1], advantages, targets, values, valid], dim=2)
-            batch.copy_(torch.cat([obs[:-1], actions[:-1], scalars], dim=2).view(batch_size, -1))
+            rows = split(buffer, columns)
+            mean, log_std, values = agent(rows["obs"])
+            log_prob = normal_log_prob(rows["actions"], mean, log_std)
+            advantages = gae(rows["rewards"][:-1], values, rows["terminated"][:-1], rows["valid"])
+            targets = advantages + values[:-1]
+            rows |= {"log_prob": log_prob, "values": values, "advantages": advantages, "targets": targets}
+            parts = [rows[name][: args.num_steps] for name in batch_columns]
+            batch.copy_(torch.cat(parts, dim=2).view(batch_size, -1))
 
+            values, valid = values[:-1], rows["valid"][:-1]
             error = targets - values
             unexplained = masked_mean((error - masked_mean(error, valid)).square(), valid)
             variance = masked_mean((targets - masked_mean(targets, valid)).square(), valid)
@@ -449,24 +423,23 @@ if __name__ == "__main__":
 
     def update(indices: Tensor) -> None:
         """One gradient step on the rows `indices` of the batch, (minibatch_size,)."""
-        rows = batch.index_select(0, indices)
-        obs, actions, scalars = rows.split([obs_dim, action_dim, 5], dim=1)
-        old_log_prob, advantages, targets, old_values, valid = scalars.unbind(1)
+        rows = split(batch.index_select(0, indices), batch_columns)
+        advantages, valid = rows["advantages"], rows["valid"]
         if args.norm_adv:
             centred = advantages - masked_mean(advantages, valid)
             variance = (centred.square() * valid).sum() / (valid.sum() - 1).clamp(min=1)
             advantages = centred / (variance.sqrt() + 1e-8)
 
-        mean, log_std, values = agent(obs)
-        log_ratio = normal_log_prob(actions, mean, log_std) - old_log_prob
+        mean, log_std, values = agent(rows["obs"])
+        log_ratio = normal_log_prob(rows["actions"], mean, log_std) - rows["log_prob"]
         ratio = log_ratio.exp()
         clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
         policy_losses = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)  # PPO, equation 7
         policy_loss = masked_mean(policy_losses, valid)
-        value_errors = (values - targets).square()
+        value_errors = (values - rows["targets"]).square()
         if args.clip_vloss:
-            clipped_values = old_values + (values - old_values).clamp(-args.clip_coef, args.clip_coef)
-            value_errors = torch.maximum(value_errors, (clipped_values - targets).square())
+            change = (values - rows["values"]).clamp(-args.clip_coef, args.clip_coef)
+            value_errors = torch.maximum(value_errors, (rows["values"] + change - rows["targets"]).square())
         value_loss = 0.5 * masked_mean(value_errors, valid)
         entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
         loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss  # PPO, equation 9
@@ -486,6 +459,13 @@ if __name__ == "__main__":
         """Keep the latest values for the log; nothing waits for the device here."""
         losses.update({name: value.detach() for name, value in values.items()})
 
+    def log_losses() -> None:
+        """Write the latest losses; one that is not finite ends the run."""
+        for name, loss in zip(losses, torch.stack([*losses.values()]).tolist(), strict=True):  # sync
+            writer.add_scalar(f"losses/{name}", loss, global_step)
+            if not math.isfinite(loss):
+                sys.exit(f"{Path(__file__).name}: error: {name} is {loss} at step {global_step}")
+
     # ---- Training ------------------------------------------------------------------------------------------
     if args.evaluate or args.resume:
         used = ("agent", "obs_moments") if args.evaluate else state
@@ -499,13 +479,22 @@ if __name__ == "__main__":
     valid, discounted_return = np.ones(args.num_envs, dtype=bool), np.zeros(args.num_envs)
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
 
+    if args.track:
+        import wandb
+
+        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
+        wandb.init(**run, id=folder.name[-64:], name=folder.name, resume="allow", sync_tensorboard=True)
+    writer = SummaryWriter(str(folder), purge_step=global_step + 1 if args.resume else None)  # later ones go
+    table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
+    writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
+
     last = bool(args.evaluate) or global_step + batch_size > args.total_timesteps
-    writer = open_logs(args, folder, global_step)
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
     startup_seconds = time.perf_counter() - START_TIME
-    saved_step, evaluated = global_step, checkpoint.get("evaluated", global_step)
-    sps, best, sps_start = None, None, (global_step, time.perf_counter())
+    saved_step = global_step
+    eval_every, checkpoint_every = args.eval_every or math.inf, args.checkpoint_every or math.inf  # never
+    sps, sps_start = None, (global_step, time.perf_counter())
     with closing(envs), writer, bar:
         while not last:
             remaining = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
@@ -545,24 +534,24 @@ if __name__ == "__main__":
                     updates += 1
                 if args.target_kl is not None and losses["approx_kl"] > args.target_kl:  # sync, once an epoch
                     break
-            log_losses(writer, global_step, losses)
+            log_losses()
             sps = (global_step - sps_start[0]) / (time.perf_counter() - sps_start[1])
             writer.add_scalar("charts/SPS", sps, global_step)
             writer.add_scalar("charts/learning_rate", args.learning_rate * remaining, global_step)
             bar.postfix = f"SPS {sps:.0f}, return {np.mean(returns[-10:]) if returns else math.nan:.1f}"
             bar.update(global_step - bar.n)
-            progress = [global_step, updates, returns]
+            progress |= {"global_step": global_step, "updates": updates}
             last = bool(stopping) or global_step + batch_size > args.total_timesteps
-            due = global_step - saved_step >= (args.checkpoint_every or math.inf)
-            if due or (last and (args.save_model or args.checkpoint_every)):
-                save_checkpoint(args, writer, state, progress, evaluated=evaluated)
-                saved_step = global_step
-            if args.eval_every and global_step // args.eval_every > evaluated // args.eval_every:
+            if global_step // eval_every > progress["evaluated"] // eval_every:
                 pause = time.perf_counter()
                 scores = evaluate(args, RecordEpisodeStatistics(make_env(args)), best_action, stopping)
                 if not stopping:
-                    best, evaluated = keep_best(args, scores, writer, state, progress), global_step
+                    keep_best(args, writer, state, progress, scores)
                 sps_start = sps_start[0], sps_start[1] + time.perf_counter() - pause
+            at_the_end = last and (args.save_model or args.checkpoint_every)
+            if at_the_end or global_step - saved_step >= checkpoint_every:
+                save_checkpoint(args, writer, f"{global_step}.pt", state, progress)
+                saved_step = global_step
 
     # ---- End -----------------------------------------------------------------------------------------------
     eval_returns = []
@@ -574,8 +563,8 @@ if __name__ == "__main__":
         sys.modules["wandb"].finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": False, "cudagraphs": False}
-    summary |= {"updates": updates, "episodes": len(returns), "eval_returns": eval_returns}
-    summary["best_eval_return"] = best
+    summary |= {"eval_returns": eval_returns, "best_eval_return": progress["best"]}
+    summary |= {"updates": updates, "episodes": len(returns)}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}
