@@ -1,9 +1,10 @@
+# LeanRL 0.1.0
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
 #     "tensordict>=0.15.3,<0.16",
 #     "torch>=2.11,<2.16", "gymnasium[mujoco]>=1.4,<1.5", "mujoco>=3.6,<4", "numpy>=2,<3", "tyro>=1,<2",
-#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.15",
+#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.16",
 # ]
 # ///
 """Soft Actor-Critic (SAC) for continuous actions: many agents, one a seed, in one graph.
@@ -11,8 +12,20 @@
 Paper: Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", arXiv:1812.05905 (2018).
 Run:   python sac_continuous_action_seeds.py --seeds 1 2 3 4 --env-id HalfCheetah-v4 --compile --cudagraphs
 Twin:  sac_continuous_action_torchcompile.py, one agent: each here begins as it does, and draws other numbers.
-Tags:  every place that differs from it opens with `# [seeds k]`; docs/tricks.md has a chapter on each k.
-Shapes: those of one agent where a docstring names no agents. An axis of agents is in front, in act flattened.
+Tags, at each place that differs; docs/tricks.md has a chapter on each:
+- [fast: one graph] the policy and each half of a gradient step: each is compiled without a break;
+- [fast: flat] the parameters of a network are one tensor, and Adam a few operations on it in that graph;
+- [fast: both critics at once] one batched product in place of two;
+- [fast: numbers as tensors] a graph would freeze a number that changes;
+- [fast: losses in place] what a captured function returns is cloned at each call;
+- [fast: graph capture] a CUDA graph launches a whole gradient step at once;
+- [fast: warm-up] all is compiled and captured before the first step, on the state, which is then put back;
+- [fast: overlapped copy] a GPU copies actions to the host while gradient steps are launched.
+- [seeds: own seeds] an agent begins with its seed, as a run of its own would;
+- [seeds: agents in front] tensors of all agents have an axis in front; shapes are told of one agent;
+- [seeds: own random numbers] what an agent draws does not depend on the others;
+- [seeds: own runs] an agent has the folder, log and checkpoints of a run of its own;
+- [seeds: lost agents] one with a number that is not finite is left out, the others go on.
 
 Deviations from the paper; the first three are CleanRL's:
 - the critics and the entropy coefficient learn at 1e-3, the actor at 3e-4 (paper: all at 3e-4);
@@ -31,12 +44,9 @@ import atexit
 import copy
 import json
 import math
-import os
 import re
-import shutil
 import signal
 import sys
-import sysconfig
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -53,27 +63,23 @@ import torch.nn.functional as F
 import tyro
 from filelock import FileLock, Timeout
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from tensordict.nn import CudaGraphModule
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch._inductor.exc import InductorError
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 # ---- Arguments ---------------------------------------------------------------------------------------------
-Index = Annotated[int, Field(ge=0, lt=2**63)]
-Count = Annotated[int, Field(ge=1, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
-    seed: Index = 1  # seed of the first agent
-    num_seeds: Count = 4  # the number of agents, whose seeds count up from --seed
-    seeds: tuple[Index, ...] | None = None  # the seeds of the agents, in place of those
+    seed: NonNegativeInt = 1  # seed of the first agent
+    num_seeds: PositiveInt = 4  # the number of agents, whose seeds count up from --seed
+    seeds: tuple[NonNegativeInt, ...] | None = None  # the seeds of the agents, in place of those
     cuda: bool = True  # use a CUDA device if there is one
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: bfloat16
     track: bool = False  # also send the logs to Weights & Biases
@@ -81,127 +87,263 @@ class Args:
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
     capture_video: bool = False  # record videos of the first environment under runs/<run>/videos
     save_model: bool = False  # write a checkpoint at the end
-    checkpoint_every: Count | None = None  # agent steps between two checkpoints; the newest two are kept
-    resume: tuple[str, ...] | None = None  # go on with the runs of these checkpoints or folders, one a seed
-    evaluate: tuple[str, ...] | None = None  # do not train, evaluate these checkpoints or folders, one a seed
-    eval_episodes: Count | None = None  # episodes of an evaluation, else 10; if given, one is made at the end
-    eval_every: Count | None = None  # agent steps between two evaluations; the best agent is kept as best.pt
-    log_every: Count = 100  # agent steps between two log entries
+    checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
+    resume: tuple[str, ...] | None = None  # go on with the runs of these checkpoints or folders
+    evaluate: tuple[str, ...] | None = None  # do not train, evaluate these checkpoints or folders
+    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; if given, one at the end
+    eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
+    log_every: PositiveInt = 100  # agent steps between two log entries
     compile: bool = False  # compile the policy and the gradient step with torch.compile
     cudagraphs: bool = False  # capture the policy and the gradient step as CUDA graphs
 
     env_id: str = "HalfCheetah-v4"  # the id of the environment: any with bounded vectors as actions
-    total_timesteps: Count = 1_000_000  # agent steps of each agent, over its environments
-    num_envs: Count = 1  # the number of parallel environments of each agent
+    total_timesteps: PositiveInt = 1_000_000  # agent steps of each agent, over its environments
+    num_envs: PositiveInt = 1  # the number of parallel environments of each agent
     env_workers: bool = False  # step each environment in a process of its own
-    buffer_size: Count = 1_000_000  # transitions that the replay buffer of each agent holds
+    buffer_size: PositiveInt = 1_000_000  # transitions that the replay buffer of each agent holds
     gamma: Fraction = 0.99  # the discount factor
     tau: Fraction = 0.005  # how far target networks move towards their networks at each of their updates
-    batch_size: Count = 256  # the number of transitions in a gradient step
-    learning_starts: Index = 5_000  # agent steps with random actions before the first gradient step
-    updates_per_step: NonNegative = 1.0  # gradient steps per agent step, whatever the number of environments
-    policy_lr: NonNegative = 3e-4  # the learning rate of the actor
-    q_lr: NonNegative = 1e-3  # the learning rate of the critics and of the entropy coefficient
-    policy_frequency: Count = 2  # the actor is updated after so many gradient steps, then as many times
-    target_network_frequency: Count = 1  # gradient steps between two updates of the target networks
-    alpha: NonNegative = 0.2  # the entropy coefficient under --no-autotune
+    batch_size: PositiveInt = 256  # the number of transitions in a gradient step
+    learning_starts: NonNegativeInt = 5_000  # agent steps with random actions before the first gradient step
+    updates_per_step: NonNegativeFloat = 1.0  # gradient steps per agent step, however many environments
+    policy_lr: NonNegativeFloat = 3e-4  # the learning rate of the actor
+    q_lr: NonNegativeFloat = 1e-3  # the learning rate of the critics and of the entropy coefficient
+    policy_frequency: PositiveInt = 2  # the actor is updated after so many gradient steps, then as many times
+    target_network_frequency: PositiveInt = 1  # gradient steps between two updates of the target networks
+    alpha: NonNegativeFloat = 0.2  # the entropy coefficient under --no-autotune
     autotune: bool = True  # learn the entropy coefficient
 
 
-def parse_args() -> Args:
-    """Read the command line; values that cannot work end the program with one line and status 2."""
-    args = tyro.cli(Args)
+# ---- Environment -------------------------------------------------------------------------------------------
+def make_env(args: Args, videos: Path | None = None) -> gym.Env:
+    """Build an environment with flat observations and actions in [-1, 1], filmed into the folder `videos`."""
+    warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature has figures of -v4
+    try:
+        env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
+    except gym.error.Error as error:
+        refuse(f"--env-id {args.env_id}: {error}")
+    obs, actions = env.observation_space, env.action_space
+    boxes = isinstance(obs, gym.spaces.Box) and isinstance(actions, gym.spaces.Box)
+    if not (boxes and actions.is_bounded() and len(actions.shape) == 1):
+        refuse(f"--env-id takes Box observations and bounded vectors as actions, not {obs} and {actions}")
+    if videos:
+        if renderer := getattr(env.unwrapped, "mujoco_renderer", None):
+            # Gymnasium 1.4 lets a HalfCheetah run out of sight. Without such a camera this is -1, its choice.
+            renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
+        env = gym.wrappers.RecordVideo(env, str(videos), disable_logger=True)
+    env = gym.wrappers.FlattenObservation(env)
+    # Scaling may round to just outside of the bounds.
+    env = gym.wrappers.TransformAction(env, lambda action: action.clip(actions.low, actions.high), actions)
+    env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
+    return gym.wrappers.RecordEpisodeStatistics(env)
+
+
+# ---- Networks ----------------------------------------------------------------------------------------------
+class QNetwork(nn.Module):
+    """An action-value function: (batch, obs_dim) and (batch, action_dim) to (batch, 1)."""
+
+    def __init__(self, obs_dim: int, action_dim: int, device: torch.device):
+        super().__init__()
+        self.fc1 = nn.Linear(obs_dim + action_dim, 256, device=device)
+        self.fc2 = nn.Linear(256, 256, device=device)
+        self.fc3 = nn.Linear(256, 1, device=device)
+
+    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
+        x = torch.cat([obs, actions], dim=1)
+        x = F.relu(self.fc1(x))
+        x = F.relu(self.fc2(x))
+        return self.fc3(x)
+
+
+class Actor(nn.Module):
+    """A Gaussian before squashing: (batch, obs_dim) to its mean and log(std), (batch, action_dim) each."""
+
+    def __init__(self, obs_dim: int, action_dim: int, device: torch.device):
+        super().__init__()
+        self.fc1 = nn.Linear(obs_dim, 256, device=device)
+        self.fc2 = nn.Linear(256, 256, device=device)
+        self.fc_out = nn.Linear(256, 2 * action_dim, device=device)
+
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.relu(self.fc1(obs))
+        x = F.relu(self.fc2(x))
+        mean, log_std = self.fc_out(x).chunk(2, dim=1)
+        return mean, -5 + 3.5 * (torch.tanh(log_std) + 1)  # from -5 to 2
+
+
+def sample_actions(mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw actions tanh(u) of a squashed Gaussian, (batch, action_dim), with log-probabilities (batch, 1).
+
+    log(1 - tanh(u)^2) is written 2 (log 2 - u - softplus(-2u)), which is finite for every u (appendix C).
+    """
+    noise = normal(*mean.shape[1:])  # [seeds: own random numbers]
+    u = mean + log_std.exp() * noise
+    log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+    log_prob = log_prob - 2 * (math.log(2) - u - F.softplus(-2 * u))
+    return torch.tanh(u), log_prob.sum(dim=-1, keepdim=True)  # [seeds: agents in front]
+
+
+# [seeds: own random numbers] From a counter, so that an agent's do not depend on the other agents.
+def uniform(*shape: int) -> Tensor:
+    """Draw from the uniform distribution on (0, 1), (agents, *shape), float64, by SplitMix64 (Steele, 2014).
+
+    Each agent is at a place of its own in one long sequence, far from others: in `streams`, (agents,).
+    """
+    count, golden = math.prod(shape), 0x9E3779B97F4A7C15 - 2**64
+    bits = (streams[:, None] + torch.arange(1, count + 1, device=streams.device)) * golden
+    streams.add_(count)
+    bits = (bits ^ (bits >> 30 & 2**34 - 1)) * (0xBF58476D1CE4E5B9 - 2**64)
+    bits = (bits ^ (bits >> 27 & 2**37 - 1)) * (0x94D049BB133111EB - 2**64)
+    bits = (bits ^ (bits >> 31 & 2**33 - 1)) >> 12 & 2**52 - 1
+    return ((bits.double() + 0.5) * 2.0**-52).view(-1, *shape)
+
+
+def normal(*shape: int) -> Tensor:
+    """Draw from the standard normal distribution, (agents, *shape), float32, as `uniform`."""
+    return (math.sqrt(2) * torch.erfinv(2 * uniform(*shape) - 1)).float()
+
+
+# [fast: flat] Adam, clipping and the targets' updates are an operation each. Measured for SAC: 1.05.
+class Flat(nn.Module):
+    """Networks on one flat tensor, `params`, that theirs become views of; the outputs of two are stacked."""
+
+    def __init__(self, *networks: nn.Module):
+        super().__init__()
+        # Sizes that 16 divides come first and keep the next aligned. A list hides networks from nn.Module.
+        named = sorted(networks[0].named_parameters(), key=lambda item: item[1].numel() % 16 != 0)
+        several = [len(networks)] if len(networks) > 1 else []
+        self.networks, self.shapes = [*networks], {name: [*several, *param.shape] for name, param in named}
+        params = [network.get_parameter(name) for name in self.shapes for network in networks]
+        flat = nn.utils.parameters_to_vector(params).detach()
+        self.params = nn.Parameter(flat, requires_grad=all(param.requires_grad for param in params))
+        nn.utils.vector_to_parameters(flat, [param.requires_grad_(False) for param in params])
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        parts = self.params.split([math.prod(shape) for shape in self.shapes.values()])
+        views = {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts, strict=True)}
+        compute = partial(torch.func.functional_call, self.networks[0], args=inputs)
+        # [fast: both critics at once] vmap makes one batched product of a layer of both.
+        return compute(views) if len(self.networks) == 1 else torch.vmap(compute)(views)
+
+
+class Agents(nn.Module):  # [seeds: agents in front]
+    """The flat networks of all agents at once: `params` and what goes in and out have an axis in front."""
+
+    def __init__(self, flats: list[Flat]):
+        super().__init__()
+        params = torch.stack([flat.params.detach() for flat in flats])
+        self.flats, self.params = flats, nn.Parameter(params, requires_grad=flats[0].params.requires_grad)
+        for flat, row in zip(flats, params, strict=True):
+            own = [network.get_parameter(name) for name in flat.shapes for network in flat.networks]
+            nn.utils.vector_to_parameters(row, own)
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        compute = partial(torch.func.functional_call, self.flats[0])
+        return torch.vmap(compute)({"params": self.params}, inputs)
+
+
+class Adam(nn.Module):
+    """`torch.optim.Adam` of one tensor (arXiv:1412.6980, algorithm 1), whose gradient has a bounded norm."""
+
+    def __init__(self, params: Tensor, lr: float | Tensor, eps: float = 1e-8, max_norm: float = math.inf):
+        super().__init__()
+        self.params, self.lr, self.eps, self.max_norm = [params], lr, eps, max_norm
+        self.register_buffer("exp_avg", torch.zeros_like(params))
+        self.register_buffer("exp_avg_sq", torch.zeros_like(params))
+        self.register_buffer("step", torch.zeros((), device=params.device))
+
+    def minimize(self, loss: Tensor) -> None:
+        """Take a step down the gradient of a loss; `backward()` and `step()` would break the graph."""
+        (grad,) = torch.autograd.grad(loss, self.params[0])
+        with torch.no_grad():
+            if self.max_norm < math.inf:
+                grad = grad * (self.max_norm / (grad.square().sum().sqrt() + 1e-6)).clamp(max=1)
+            step, beta1, beta2 = self.step.add_(1), 0.9, 0.999
+            exp_avg = self.exp_avg.lerp_(grad, 1 - beta1)
+            exp_avg_sq = self.exp_avg_sq.lerp_(grad * grad, 1 - beta2)
+            denominator = exp_avg_sq.sqrt() / (1 - beta2**step).sqrt() + self.eps
+            self.params[0].sub_(exp_avg / denominator * (self.lr / (1 - beta1**step)))
+
+
+class OfAgent:  # [seeds: own runs]
+    """Tensors of one agent, views of those of all, to be saved and loaded like a module."""
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        self.tensors = tensors
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.tensors.items()}  # a view would be saved whole
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in self.tensors.items():
+            tensor.copy_(state[name])
+
+
+# ---- Run: command line, checkpoints, losses, signals, evaluation -------------------------------------------
+def refuse(message: str) -> NoReturn:
+    """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
+    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse_args() -> tuple[Args, list[dict]]:  # [seeds: own seeds, own runs]
+    """The arguments, and the checkpoints of --resume or --evaluate, from which arguments not given come."""
+    args, checkpoints, before = tyro.cli(Args), [], {}
+    if args.resume and args.evaluate:
+        refuse("--resume and --evaluate exclude each other")
+    if args.resume or args.evaluate:
+        option = "resume" if args.resume else "evaluate"
+        checkpoints = [load_checkpoint(replace(args, **{option: path})) for path in getattr(args, option)]
+        if len({checkpoint["progress"]["global_step"] for checkpoint in checkpoints}) > 1 and args.resume:
+            refuse("--resume takes checkpoints of one step")
+        saved = [checkpoint["args"] for checkpoint in checkpoints]
+        before = saved[0] | {"resume": None} if args.resume else {"env_id": saved[0]["env_id"]}
+        before |= {"seeds": tuple(one["seed"] for one in saved)}
+        args = tyro.cli(Args, default=Args(**before))
     try:
         TypeAdapter(Args).validate_python(vars(args))
     except ValidationError as invalid:
         error = invalid.errors()[0]
         refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
-    if args.resume and args.evaluate:
-        refuse("--resume and --evaluate exclude each other")
-    if not args.evaluate and args.learning_starts + args.num_envs >= args.total_timesteps:
-        refuse(f"--learning-starts has to leave some of --total-timesteps, got {args.learning_starts}")
-    if args.buffer_size < max(args.batch_size, args.num_envs):
-        refuse(f"--buffer-size has to hold a batch and a step of all environments, got {args.buffer_size}")
-    # [seeds 1]
+    for name, value in before.items():
+        option, now = f"--{name.replace('_', '-')}", getattr(args, name)
+        if now != value and name in ("env_id", "seed", "seeds", "num_envs", "buffer_size"):
+            refuse(f"{option} has to stay {value}, as in {checkpoints[0]['file']}, got {now}")
+        if now != value and name != "resume":
+            print(f"{option} {now} from here on, it was {value}", file=sys.stderr)
     seeds = args.seeds or range(args.seed, args.seed + args.num_seeds)
-    if len(set(seeds)) < len(seeds) or len(args.resume or args.evaluate or seeds) != len(seeds):
-        refuse("--seeds takes different ones, and --resume and --evaluate a path for each of them")
+    if len(set(seeds)) < len(seeds):
+        refuse(f"--seeds takes different ones, got {args.seeds}")
     if args.track or (args.env_workers and args.capture_video):
         refuse("--track takes one agent a process, and --env-workers and --capture-video exclude each other")
-    return replace(args, seed=seeds[0], num_seeds=len(seeds), seeds=tuple(seeds))
-
-
-def refuse(message: str) -> NoReturn:
-    """Tell in one line on standard error what is wrong with the arguments, and exit with status 2."""
-    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
-
-
-# ---- Run: folder, logs, checkpoints, signals, evaluation ---------------------------------------------------
-def open_folder(args: Args, checkpoint: dict) -> tuple[Path, FileLock]:
-    """The folder of a run, locked: that of the checkpoint to resume, or else a new one under `runs/`."""
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
-    folder = checkpoint["file"].parent if args.resume else Path("runs") / re.sub(r"[^\w.=-]", "_", name)
-    folder.mkdir(parents=True, exist_ok=bool(args.resume))
-    try:
-        return folder, FileLock(folder / ".lock").acquire(timeout=0)
-    except Timeout:
-        refuse(f"--resume: a run is at work in {folder}")
-
-
-def open_logs(args: Args, folder: Path, step: int) -> SummaryWriter:
-    """Start the TensorBoard log, and with --track that of Weights & Biases, which follows it."""
-    if args.track:
-        import wandb
-
-        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
-        wandb.init(**run, id=folder.name[-64:], name=folder.name, resume="allow", sync_tensorboard=True)
-    writer = SummaryWriter(str(folder), purge_step=step + 1 if args.resume else None)  # later entries go
-    table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
-    writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
-    return writer
-
-
-def log_losses(writer: SummaryWriter, step: int, losses: dict[str, Tensor]) -> None:
-    """Write the mean of each loss; one that is not finite ends the run."""
-    means = torch.stack([loss.mean() for loss in losses.values()]).tolist()  # sync
-    for name, mean in zip(losses, means, strict=True):
-        writer.add_scalar(f"losses/{name}", mean, step)
-        if not math.isfinite(mean):
-            sys.exit(f"{Path(__file__).name}: error: {name} is {mean} at step {step}")
-
-
-def save_checkpoint(args: Args, writer: SummaryWriter, state: dict, progress: list, **more) -> None:
-    """Write `<step>.pt`, whole or not at all, and keep the newest two; with an `eval_return` `best.pt`."""
-    writer.flush()  # so that the curves of a run that is killed have no gap
-    folder, checkpoint = Path(writer.log_dir), {name: item.state_dict() for name, item in state.items()}
-    checkpoint |= {"args": {"script": Path(__file__).stem, **asdict(args)}, "progress": progress, **more}
-    torch.save(checkpoint, folder / "checkpoint.new")
-    (folder / "checkpoint.new").replace(folder / f"{'best' if 'eval_return' in more else progress[0]}.pt")
-    for outdated in sorted(folder.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-2]:
-        outdated.unlink()
+    return replace(args, seed=seeds[0], num_seeds=len(seeds), seeds=tuple(seeds)), checkpoints
 
 
 def load_checkpoint(args: Args) -> dict:
-    """Read the checkpoint to resume or evaluate, the newest of a folder; nothing in it is executed."""
+    """Read the checkpoint to resume or evaluate, of a folder the newest; nothing in it is executed."""
     path = Path(args.resume or args.evaluate)
-    best = path / "best.pt" if (path / "best.pt").exists() else path
-    file = max(path.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns, default=best)
+    files = path.glob("[0-9]*.pt" if args.resume else "*.pt")
+    file = max(files, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-        args_before = checkpoint["args"]
+        script = checkpoint["script"]
     except Exception as error:  # torch.load raises what it likes where a file is none of its own
         refuse(f"{file} is not a checkpoint or a folder with one: {type(error).__name__}")
-    if args.resume and "eval_return" in checkpoint:
-        refuse(f"--resume takes a numbered checkpoint, {file} is for --evaluate")
-    fixed = ("script", "env_id", "seed", "num_envs", "buffer_size") if args.resume else ("env_id",)
-    for name, value in {"script": Path(__file__).stem, **asdict(args)}.items():
-        before = args_before.get(name, value)
-        if before != value and name in fixed:
-            refuse(f"{file} is of {name} {before}, not {value}: it has to be the same")
-        if before != value and args.resume and name != "resume":
-            print(f"--{name.replace('_', '-')} {value} from here on, it was {before}", file=sys.stderr)
-    return checkpoint | {"file": file.resolve()}
+    if args.resume and (script != Path(__file__).stem or not file.stem.isdecimal()):
+        refuse(f"--resume takes a numbered checkpoint of this script, not {file} of {script}.py")
+    print(f"{'Going on from' if args.resume else 'Evaluating'} {file}", file=sys.stderr)
+    return checkpoint | {"file": file}
+
+
+def save_checkpoint(args: Args, writer: SummaryWriter, name: str, state: dict, progress: dict, **more):
+    """Write a checkpoint into the run's folder, whole or not at all; of numbered ones the newest two stay."""
+    writer.flush()  # so that the curves of a run that is killed have no gap
+    folder, checkpoint = Path(writer.log_dir), {key: item.state_dict() for key, item in state.items()}
+    checkpoint |= {"script": Path(__file__).stem, "args": asdict(args), "progress": progress, **more}
+    torch.save(checkpoint, folder / "checkpoint.new")
+    (folder / "checkpoint.new").replace(folder / name)
+    for outdated in sorted(folder.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-2]:
+        outdated.unlink()
 
 
 def load_states(state: dict, checkpoint: dict) -> None:
@@ -238,186 +380,23 @@ def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) ->
     return returns
 
 
-def keep_best(args: Args, returns: list, writer: SummaryWriter, state: dict, progress: list) -> float | None:
-    """Log the mean return of an evaluation, and keep the best agent as `best.pt`: gives that one's mean."""
-    file, mean = Path(writer.log_dir, "best.pt"), float(np.mean(returns))
-    writer.add_scalar("charts/eval_return", mean, progress[0])
-    best = torch.load(file, map_location="cpu")["eval_return"] if file.exists() else None
-    if math.isfinite(mean) and (best is None or mean > best):
-        save_checkpoint(args, writer, state, progress, eval_return=mean)
-        return mean
-    return best
-
-
-# ---- Environment -------------------------------------------------------------------------------------------
-def make_env(args: Args, videos: Path | None = None) -> gym.Env:
-    """Build an environment with flat observations and actions in [-1, 1], filmed into the folder `videos`."""
-    warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature has figures of -v4
-    try:
-        env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
-    except gym.error.Error as error:
-        refuse(f"--env-id {args.env_id}: {error}")
-    obs, actions = env.observation_space, env.action_space
-    boxes = isinstance(obs, gym.spaces.Box) and isinstance(actions, gym.spaces.Box)
-    if not (boxes and actions.is_bounded() and len(actions.shape) == 1):
-        refuse(f"--env-id takes Box observations and bounded vectors as actions, not {obs} and {actions}")
-    if videos:
-        if renderer := getattr(env.unwrapped, "mujoco_renderer", None):
-            # Gymnasium 1.4 lets a HalfCheetah run out of sight. Without such a camera this is -1, its choice.
-            renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
-        env = gym.wrappers.RecordVideo(env, str(videos), disable_logger=True)
-    env = gym.wrappers.FlattenObservation(env)
-    # Scaling may round to just outside of the bounds.
-    env = gym.wrappers.TransformAction(env, lambda action: action.clip(actions.low, actions.high), actions)
-    env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
-    return gym.wrappers.RecordEpisodeStatistics(env)
-
-
-# ---- Networks ----------------------------------------------------------------------------------------------
-class EnsembleLinear(nn.Module):
-    """`nn.Linear` `members` times, as one batched product: (members, batch, in) to (members, batch, out)."""
-
-    def __init__(self, members: int, in_features: int, out_features: int, device: torch.device):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(members, in_features, out_features, device=device))
-        self.bias = nn.Parameter(torch.empty(members, 1, out_features, device=device))
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -(in_features**-0.5), in_features**-0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.matmul(x, self.weight) + self.bias  # [seeds 2]
-
-
-class Linear(nn.Linear):  # [seeds 2]
-    """`nn.Linear` of each agent, as one batched product: (agents, batch, in) to (agents, batch, out)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.matmul(x, self.weight.mT) + self.bias.unsqueeze(-2)
-
-
-class Critic(nn.Module):
-    """Two action-value functions at once: (batch, obs_dim) and (batch, action_dim) to (2, batch)."""
-
-    def __init__(self, obs_dim: int, action_dim: int, device: torch.device):
-        super().__init__()
-        self.fc1 = EnsembleLinear(2, obs_dim + action_dim, 256, device)
-        self.fc2 = EnsembleLinear(2, 256, 256, device)
-        self.fc3 = EnsembleLinear(2, 256, 1, device)
-
-    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
-        x = torch.cat([obs, actions], dim=-1).unsqueeze(-3)  # [seeds 2]
-        x = F.relu(self.fc1(x))
-        x = F.relu(self.fc2(x))
-        return self.fc3(x).squeeze(-1)
-
-
-class Actor(nn.Module):
-    """A Gaussian before squashing: (batch, obs_dim) to its mean and log(std), (batch, action_dim) each."""
-
-    def __init__(self, obs_dim: int, action_dim: int, device: torch.device):
-        super().__init__()
-        self.fc1 = Linear(obs_dim, 256, device=device)  # [seeds 2]
-        self.fc2 = Linear(256, 256, device=device)
-        self.fc_out = Linear(256, 2 * action_dim, device=device)
-
-    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        x = F.relu(self.fc1(obs))
-        x = F.relu(self.fc2(x))
-        mean, log_std = self.fc_out(x).chunk(2, dim=-1)
-        return mean, -5 + 3.5 * (torch.tanh(log_std) + 1)  # from -5 to 2
-
-
-def sample_actions(mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw actions tanh(u) of a squashed Gaussian, (batch, action_dim), with log-probabilities (batch,).
-
-    log(1 - tanh(u)^2) is written 2 (log 2 - u - softplus(-2u)), which is finite for every u (appendix C).
-    """
-    noise = normal(*mean.shape[1:])  # [seeds 3]
-    u = mean + log_std.exp() * noise
-    log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
-    log_prob = log_prob - 2 * (math.log(2) - u - F.softplus(-2 * u))
-    return torch.tanh(u), log_prob.sum(dim=-1)
-
-
-# [seeds 3] Numbers from a counter, so that an agent's do not depend on the other agents.
-def uniform(*shape: int) -> Tensor:
-    """Draw from the uniform distribution on (0, 1), (agents, *shape), float64, by SplitMix64 (Steele, 2014).
-
-    Each agent is at a place of its own in one long sequence, far from others: in `streams`, (agents,).
-    """
-    count, golden = math.prod(shape), 0x9E3779B97F4A7C15 - 2**64
-    bits = (streams[:, None] + torch.arange(1, count + 1, device=streams.device)) * golden
-    streams.add_(count)
-    bits = (bits ^ (bits >> 30 & 2**34 - 1)) * (0xBF58476D1CE4E5B9 - 2**64)
-    bits = (bits ^ (bits >> 27 & 2**37 - 1)) * (0x94D049BB133111EB - 2**64)
-    bits = (bits ^ (bits >> 31 & 2**33 - 1)) >> 12 & 2**52 - 1
-    return ((bits.double() + 0.5) * 2.0**-52).view(-1, *shape)
-
-
-def normal(*shape: int) -> Tensor:
-    """Draw from the standard normal distribution, (agents, *shape), float32, as `uniform`."""
-    return (math.sqrt(2) * torch.erfinv(2 * uniform(*shape) - 1)).float()
-
-
-# [fast 2] A network is one tensor, and Adam a few operations on it, which one graph can hold.
-class Flat(nn.Module):
-    """A network that computes with one flat tensor, `params`, of which its own parameters become views."""
-
-    def __init__(self, network: nn.Module):
-        super().__init__()
-        # Sizes that 16 divides come first and keep the next aligned. A list hides the network from nn.Module.
-        named = sorted(network.named_parameters(), key=lambda item: item[1].numel() % 16 != 0)
-        self.network, self.shapes = [network], {name: param.shape for name, param in named}
-        flat = parameters_to_vector(param for _, param in named).detach()
-        self.params = nn.Parameter(flat, requires_grad=all(param.requires_grad for _, param in named))
-        vector_to_parameters(flat, [param.requires_grad_(False) for _, param in named])
-
-    def forward(self, *inputs: Tensor, **options) -> Tensor | tuple[Tensor, ...]:
-        parts = self.params.split([shape.numel() for shape in self.shapes.values()])
-        views = {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts, strict=True)}
-        return functional_call(self.network[0], views, inputs, options)
-
-
-class Adam(nn.Module):
-    """`torch.optim.Adam` of one tensor (arXiv:1412.6980, algorithm 1), whose gradient has a bounded norm."""
-
-    def __init__(self, params: Tensor, lr: float | Tensor, eps: float = 1e-8, max_norm: float = math.inf):
-        super().__init__()
-        self.params, self.lr, self.eps, self.max_norm = [params], lr, eps, max_norm
-        self.register_buffer("exp_avg", torch.zeros_like(params))
-        self.register_buffer("exp_avg_sq", torch.zeros_like(params))
-        self.register_buffer("step", torch.zeros((), device=params.device))
-
-    def minimize(self, loss: Tensor) -> None:
-        """Take a step down the gradient of a loss; `backward()` and `step()` would break the graph."""
-        (grad,) = torch.autograd.grad(loss.sum(), self.params[0])
-        with torch.no_grad():
-            if self.max_norm < math.inf:
-                grad = grad * (self.max_norm / (grad.square().sum().sqrt() + 1e-6)).clamp(max=1)
-            step, beta1, beta2 = self.step.add_(1), 0.9, 0.999
-            exp_avg = self.exp_avg.lerp_(grad, 1 - beta1)
-            exp_avg_sq = self.exp_avg_sq.lerp_(grad * grad, 1 - beta2)
-            denominator = exp_avg_sq.sqrt() / (1 - beta2**step).sqrt() + self.eps
-            self.params[0].sub_(exp_avg / denominator * (self.lr / (1 - beta1**step)))
-
-
-class OfAgent:  # [seeds 4]
-    """What one agent has of tensors of all, (agents, ...), to be saved and loaded like a module."""
-
-    def __init__(self, tensors: dict[str, Tensor], agent: int):
-        self.tensors = {name: tensor[agent] if tensor.ndim else tensor for name, tensor in tensors.items()}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self.tensors.items()}  # a view would be saved whole
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, tensor in self.tensors.items():
-            tensor.copy_(state[name])
+def keep_best(args: Args, writer: SummaryWriter, state: dict, progress: dict, scores: list[float]) -> None:
+    """Log the mean return of an evaluation, and write `best.pt` if there was no better one before."""
+    mean = float(np.mean(scores))
+    writer.add_scalar("charts/eval_return", mean, progress["global_step"])
+    progress["evaluated"] = progress["global_step"]
+    if math.isfinite(mean) and (progress["best"] is None or mean > progress["best"]):
+        progress["best"] = mean
+        save_checkpoint(args, writer, "best.pt", state, progress)
 
 
 if __name__ == "__main__":
     # ---- Setup ---------------------------------------------------------------------------------------------
-    args = parse_args()
+    args, checkpoints = parse_args()  # [seeds: own runs]
+    if not args.evaluate and args.learning_starts + args.num_envs >= args.total_timesteps:
+        refuse(f"--learning-starts has to leave some of --total-timesteps, got {args.learning_starts}")
+    if args.buffer_size < max(args.batch_size, args.num_envs):
+        refuse(f"--buffer-size has to hold a batch and a step of all environments, got {args.buffer_size}")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     if args.cuda and device.type == "cpu":
         print("CUDA is not available: running on the CPU", file=sys.stderr)
@@ -425,23 +404,30 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision(args.matmul_precision)
     torch.manual_seed(args.seed)
 
-    # [seeds 4] Agents begin, step and learn together; each has the folder of a run of its own.
+    # [seeds: own runs] Agents begin, step and learn together; each has the folder of a run of its own.
     num_agents, option = len(args.seeds), "resume" if args.resume else "evaluate"
     paths = args.resume or args.evaluate or [None] * num_agents
-    pairs = zip(args.seeds, paths, strict=True)
-    agent_args = [replace(args, seed=seed, num_seeds=1, seeds=None, **{option: path}) for seed, path in pairs]
-    checkpoints = [load_checkpoint(one) if args.resume or args.evaluate else {} for one in agent_args]
-    progress = [checkpoint["progress"] if args.resume else [0, 0, 0.0, []] for checkpoint in checkpoints]
-    (global_step, updates, updates_due, _), returns = progress[0], [totals for *_, totals in progress]
-    if len({step for step, *_ in progress}) > 1:
-        refuse(f"--resume takes files of one step: the newest are of {[step for step, *_ in progress]}")
-    folders, locks = zip(*map(open_folder, agent_args, checkpoints), strict=True)
-    folder = folders[0]
+    agent_args, progress, folders, locks = [], [], [], []
+    for seed, path, checkpoint in zip(args.seeds, paths, checkpoints or [{}] * num_agents, strict=True):
+        agent_args.append(replace(args, seed=seed, num_seeds=1, seeds=None, **{option: path}))
+        # How far the run is; "evaluated" is the step of the last evaluation, "best" the highest mean of one.
+        progress.append({"global_step": 0, "updates": 0, "updates_due": 0.0, "returns": []})
+        progress[-1] |= {"evaluated": 0, "best": None} | (checkpoint["progress"] if args.resume else {})
+        name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{seed}__{time.time():.6f}")
+        folders.append(checkpoint["file"].parent if args.resume else Path("runs", name))
+        folders[-1].mkdir(parents=True, exist_ok=bool(args.resume))
+        try:
+            locks.append(FileLock(folders[-1] / ".lock").acquire(timeout=0))
+        except Timeout:
+            refuse(f"--resume: a run is at work in {folders[-1]}")
+    global_step, updates, updates_due, *_ = progress[0].values()
+    returns = [of_agent["returns"] for of_agent in progress]
 
     # The step that ends an episode also resets its environment; infos["final_obs"] has what it ended with.
-    videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
+    films = args.capture_video and not args.evaluate
+    videos = folders[0] / f"videos/from_step_{global_step}" if films else None
     env_fns = [partial(make_env, args, videos if i == 0 else None) for i in range(num_agents * args.num_envs)]
-    # [seeds 4] The environments of all agents are one after the other. Workers leave signals to this process.
+    # [seeds: own runs] Those of all agents, one after the other. Workers leave signals to this process.
     if args.env_workers:
         signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         kill = atexit.register(
@@ -454,127 +440,138 @@ if __name__ == "__main__":
         envs = SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
     obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
 
-    networks = []
-    for seed in args.seeds:  # [seeds 1] An agent begins as a run of its own would.
+    actors, qf1s, qf2s = [], [], []
+    for seed in args.seeds:  # [seeds: own seeds]
         torch.manual_seed(seed)
-        networks.append((Actor(obs_dim, action_dim, device), Critic(obs_dim, action_dim, device)))
-    actor, critic = networks[0]  # [seeds 2] whose parameters become those of all agents, (agents, ...)
-    for copies in zip(*networks, strict=True):
-        for params in zip(*(network.parameters() for network in copies), strict=True):
-            params[0].data = torch.stack([param.data for param in params])
-    critic_target = copy.deepcopy(critic).requires_grad_(False)
-    alphas = torch.full((num_agents, 1), 1.0 if args.autotune else args.alpha, device=device)  # [seeds 2]
+        actors.append(Actor(obs_dim, action_dim, device))
+        qf1s.append(QNetwork(obs_dim, action_dim, device))
+        qf2s.append(QNetwork(obs_dim, action_dim, device))
+    qf1_targets, qf2_targets = copy.deepcopy(qf1s), copy.deepcopy(qf2s)  # [seeds: agents in front]
+    for target in (*qf1_targets, *qf2_targets):
+        target.requires_grad_(False)
+    alphas = torch.full((num_agents, 1, 1), 1.0 if args.autotune else args.alpha, device=device)
     log_alpha = nn.Parameter(alphas.log())
-    # [fast 2] Measured: 1.05 times the steps/s of a tensor for each parameter.
-    flat_actor, flat_critic, flat_target = Flat(actor), Flat(critic), Flat(critic_target)
+    flat_actor = Agents([*map(Flat, actors)])  # [fast: flat]
+    flat_qf = Agents([*map(Flat, qf1s, qf2s)])  # [fast: both critics at once]
+    flat_qf_target = Agents([*map(Flat, qf1_targets, qf2_targets)])
     actor_optimizer = Adam(flat_actor.params, lr=args.policy_lr)
-    critic_optimizer = Adam(flat_critic.params, lr=args.q_lr)
+    q_optimizer = Adam(flat_qf.params, lr=args.q_lr)
     alpha_optimizer = Adam(log_alpha, lr=args.q_lr)
-    # What checkpoints hold beside the replay buffer: add modules and optimizers of your own.
-    state = {"actor": actor, "critic": critic, "critic_target": critic_target}
-    state |= {"actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer}
-    state |= {"log_alpha": nn.ParameterList([log_alpha]), "alpha_optimizer": alpha_optimizer}
+    # What checkpoints of an agent hold beside the replay buffer. [seeds: own runs]
+    modules = {"actor": actors, "qf1": qf1s, "qf2": qf2s}
+    modules |= {"qf1_target": qf1_targets, "qf2_target": qf2_targets}
+    optimizers = {"actor_optimizer": actor_optimizer, "q_optimizer": q_optimizer}
+    optimizers |= {"alpha_optimizer": alpha_optimizer}
+    states = []
+    for agent in range(num_agents):
+        state = {name: OfAgent(members[agent].state_dict()) for name, members in modules.items()}
+        state["log_alpha"] = OfAgent({"0": log_alpha.detach()[agent, 0, 0]})
+        for name, adam in optimizers.items():
+            moments = {"exp_avg": adam.exp_avg[agent], "exp_avg_sq": adam.exp_avg_sq[agent]}
+            state[name] = OfAgent({"step": adam.step} | moments)
+        states.append(state)
 
     # A row of the replay buffer is a whole transition: one copy stores it, one gather fetches a batch.
     columns = [obs_dim, action_dim, 1, 1, obs_dim]  # obs, action, reward, terminated, next obs
     capacity = 0 if args.evaluate else args.buffer_size // args.num_envs * args.num_envs
-    buffer = torch.zeros(num_agents, capacity, sum(columns), device=device)  # [seeds 2]
+    buffer = torch.zeros(num_agents, capacity, sum(columns), device=device)  # [seeds: agents in front]
     first_rows = torch.arange(num_agents, device=device)[:, None] * capacity
-    streams = torch.zeros(num_agents, dtype=torch.int64, device=device)  # [seeds 3]
-    size = torch.tensor(1, device=device)  # rows in use, 1 for the warm-up; a graph would freeze a number
-    # [fast 3] The latest losses have a place: what a captured function returns is cloned at each call.
-    names = ["qf_loss", "qf1_loss", "qf2_loss", "actor_loss", "alpha"]
+    streams = torch.zeros(num_agents, dtype=torch.int64, device=device)  # [seeds: own random numbers]
+    size = torch.tensor(min(max(global_step, 1), capacity), device=device)  # [fast: numbers as tensors]
+    names = ["qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss", "alpha", "actor_loss"]
     names += ["alpha_loss"] if args.autotune else []
-    losses = {name: torch.zeros(num_agents, device=device) for name in names}  # [seeds 2]
-    values = torch.zeros(2, num_agents, args.batch_size, device=device)
-    losses |= {"qf1_values": values[0], "qf2_values": values[1]}
+    # [fast: losses in place] [seeds: agents in front]
+    losses = {name: torch.zeros(num_agents, device=device) for name in names}
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def act(obs: Tensor) -> Tensor:
         """Actions for obs (num_envs, obs_dim), drawn from the policy: (num_envs, action_dim)."""
         with torch.no_grad():
-            mean, log_std = actor(obs.view(num_agents, args.num_envs, obs_dim))  # [seeds 2, 3]
+            # [seeds: agents in front, own random numbers, lost agents]
+            mean, log_std = flat_actor(obs.view(num_agents, args.num_envs, obs_dim))
             actions = torch.tanh(mean + log_std.exp() * normal(args.num_envs, action_dim))
-            return actions.flatten(0, 1).nan_to_num()  # [seeds 5]
+            return actions.flatten(0, 1).nan_to_num()
 
-    def best_action(obs: np.ndarray, agent: int) -> np.ndarray:  # [seeds 2]
+    def best_action(obs: np.ndarray, actor: Actor) -> np.ndarray:  # [seeds: own runs]
         """The policy's mean action, (action_dim,), at one observation, (obs_dim,)."""
         with torch.no_grad():
             mean, _ = actor(torch.as_tensor(obs, dtype=torch.float32, device=device)[None])
-            return torch.tanh(mean[agent, 0]).cpu().numpy()  # [seeds 2]
+            return torch.tanh(mean[0]).cpu().numpy()
 
-    def update_critic(update_target: bool) -> Tensor:
+    def update_critics(with_target: bool) -> Tensor:
         """One gradient step of the critics on a new batch; returns its observations (batch_size, obs_dim)."""
-        indices = (uniform(args.batch_size) * size).long() + first_rows  # [seeds 2, 3]
+        # [seeds: own random numbers, agents in front]
+        indices = (uniform(args.batch_size) * size).long() + first_rows
         rows = buffer.flatten(0, 1).index_select(0, indices.flatten()).view(*indices.shape, -1)
         obs, actions, rewards, terminated, next_obs = rows.split(columns, dim=-1)
         with torch.no_grad():
-            next_actions, next_log_prob = sample_actions(*flat_actor(next_obs))  # [fast 2]
-            next_values = flat_target(next_obs, next_actions).amin(dim=-2) - log_alpha.exp() * next_log_prob
-            target = rewards[..., 0] + args.gamma * (1 - terminated[..., 0]) * next_values  # equations 2, 3
-        qf_values = flat_critic(obs, actions)  # [fast 2]
-        qf_losses = (qf_values - target.unsqueeze(-2)).square().mean(dim=-1)
-        critic_optimizer.minimize(qf_losses)  # [fast 2]
-        record(qf1_values=qf_values[..., 0, :], qf2_values=qf_values[..., 1, :])
-        record(qf1_loss=qf_losses[..., 0], qf2_loss=qf_losses[..., 1], qf_loss=qf_losses.mean(dim=-1))
-        if update_target:
-            flat_target.params.lerp_(flat_critic.params.detach(), args.tau)  # [fast 2]
+            next_actions, next_log_prob = sample_actions(*flat_actor(next_obs))  # [fast: flat]
+            # [fast: both critics at once] [seeds: agents in front]
+            next_qf1, next_qf2 = flat_qf_target(next_obs, next_actions).unbind(1)
+            next_values = torch.minimum(next_qf1, next_qf2) - log_alpha.exp() * next_log_prob  # equation 3
+            target = rewards + args.gamma * (1 - terminated) * next_values  # equation 2
+        # [fast: both critics at once] [seeds: agents in front]
+        qf1_values, qf2_values = flat_qf(obs, actions).unbind(1)
+        qf1_loss = (qf1_values - target).square().mean(dim=(1, 2))
+        qf2_loss = (qf2_values - target).square().mean(dim=(1, 2))
+        q_optimizer.minimize((qf1_loss + qf2_loss).sum())  # [fast: flat]
+        record(qf1_values=qf1_values.mean(dim=(1, 2)), qf2_values=qf2_values.mean(dim=(1, 2)))
+        record(qf1_loss=qf1_loss, qf2_loss=qf2_loss, qf_loss=(qf1_loss + qf2_loss) / 2)
+        if with_target:
+            flat_qf_target.params.lerp_(flat_qf.params.detach(), args.tau)  # [fast: flat]
         return obs
 
     def update_actor(obs: Tensor) -> None:
         """One gradient step of the actor and the entropy coefficient, on obs (batch_size, obs_dim)."""
-        actions, log_prob = sample_actions(*flat_actor(obs))  # [fast 2]
+        actions, log_prob = sample_actions(*flat_actor(obs))  # [fast: flat]
+        # [fast: both critics at once] [seeds: agents in front]
+        qf_values = torch.minimum(*flat_qf(obs, actions).unbind(1))
         alpha = log_alpha.detach().exp()
-        actor_loss = (alpha * log_prob - flat_critic(obs, actions).amin(dim=-2)).mean(-1)  # [fast 2] eq. 7
-        actor_optimizer.minimize(actor_loss)
-        record(alpha=alpha, actor_loss=actor_loss)
+        actor_loss = (alpha * log_prob - qf_values).mean(dim=(1, 2))  # equation 7
+        actor_optimizer.minimize(actor_loss.sum())  # [fast: flat]
+        record(alpha=alpha.flatten(), actor_loss=actor_loss)
         if args.autotune:
-            # [seeds 2] equation 18, appendix D
-            alpha_loss = -log_alpha.exp() * (log_prob.detach() - action_dim).mean(-1, True)
-            alpha_optimizer.minimize(alpha_loss)  # [fast 2]
+            entropy = -log_prob.detach().mean(dim=(1, 2))  # [seeds: agents in front]
+            alpha_loss = log_alpha.exp().flatten() * (entropy + action_dim)  # eq. 18, appendix D
+            alpha_optimizer.minimize(alpha_loss.sum())  # [fast: flat]
             record(alpha_loss=alpha_loss)
 
     def update(with_actor: bool, with_target: bool) -> None:
         """One gradient step on a new batch."""
-        obs = update_critic(with_target)
+        obs = update_critics(with_target)
         for _ in range(args.policy_frequency if with_actor else 0):
             update_actor(obs)
 
     def record(**values: Tensor) -> None:
         """Keep the latest values for the log; nothing waits for the device here."""
         for name, value in values.items():
-            losses[name].copy_(value.detach().view_as(losses[name]))  # [fast 3]
+            losses[name].copy_(value.detach())  # [fast: losses in place]
+
+    def log_losses(agent: int, values: list[float]) -> None:  # [seeds: own runs]
+        """Write the latest losses of an agent; one that is not finite ends the run."""
+        for name, loss in zip(losses, values, strict=True):
+            writers[agent].add_scalar(f"losses/{name}", loss, global_step)
+            if not math.isfinite(loss):
+                sys.exit(f"{Path(__file__).name}: error: {name} is {loss} at step {global_step}")
 
     # ---- Training ------------------------------------------------------------------------------------------
-    # [seeds 4] Once moments are split by parameters, tensors are (agents, ...) but Adam's counts of steps.
-    tensors = {name: item.state_dict() for name, item in state.items()}
-    for name, flat in {"actor_optimizer": flat_actor, "critic_optimizer": flat_critic}.items():
-        sizes = [shape.numel() for shape in flat.shapes.values()]
-        for kind in ("exp_avg", "exp_avg_sq"):
-            parts = zip(flat.shapes.items(), tensors[name].pop(kind).split(sizes), strict=True)
-            tensors[name] |= {f"{kind}.{param}": part.view(shape) for (param, shape), part in parts}
-    states = [{name: OfAgent(item, agent) for name, item in tensors.items()} for agent in range(num_agents)]
-    for agent, checkpoint in enumerate(checkpoints if args.resume or args.evaluate else []):  # [seeds 4]
-        load_states({"actor": states[agent]["actor"]} if args.evaluate else states[agent], checkpoint)
+    for agent, checkpoint in enumerate(checkpoints):  # [seeds: own runs]
+        state = states[agent]
+        load_states({"actor": state["actor"]} if args.evaluate else state, checkpoint)
         if args.resume:
-            size.fill_(min(global_step, capacity))
             buffer[agent, :size] = checkpoint.pop("buffer")[:size]
     if not args.autotune:
         log_alpha.data.copy_(torch.tensor(args.alpha).log())
 
-    # [fast 1] The policy and the two halves of a gradient step are a graph each. Measured: 1.35 times eager.
+    # [fast: one graph] The policy and the two halves of a gradient step. Measured: 1.35 times eager.
     if args.compile:
-        variable, usual = ("CXX", "g++") if device.type == "cpu" else ("CC", "gcc")
-        compiler, header = os.getenv(variable) or usual, Path(sysconfig.get_path("include"), "Python.h")
-        if os.name == "posix" and not (shutil.which(compiler.split()[0]) and header.exists()):
-            refuse(f"--compile needs {header} and {compiler}, or the compiler that {variable} names")
-        torch._dynamo.config.trace_autograd_ops = True  # [fast 2] the gradient, too, without a break
+        torch._dynamo.config.trace_autograd_ops = True  # the gradient, too, without a break
         torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
         torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes 5 s
         torch._inductor.config.split_reductions = False  # small sums: 14 of 67 launches less on a GPU
-        functions = (act, update_critic, update_actor)
-        act, update_critic, update_actor = (torch.compile(function, fullgraph=True) for function in functions)
-    # [fast 4] A captured graph is launched at once; there is one for each kind of gradient step.
+        compiled = partial(torch.compile, fullgraph=True)
+        act, update_critics, update_actor = compiled(act), compiled(update_critics), compiled(update_actor)
+    # [fast: graph capture] A captured graph is launched at once; there is one a kind of gradient step.
     cudagraphs = args.cudagraphs and device.type == "cuda"
     steps = (0, 1, args.policy_frequency, args.target_network_frequency)  # among which are all kinds
     kinds = sorted({(i % args.policy_frequency == 0, i % args.target_network_frequency == 0) for i in steps})
@@ -587,84 +584,94 @@ if __name__ == "__main__":
 
     elif args.cudagraphs:
         print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
-    # [fast 5] Compile, warm up and capture before the first step, on the real state, which is then put back.
+    # [fast: warm-up] Compile, warm up and capture before the first step, on the state, and put it back.
     if (args.compile or cudagraphs) and not args.evaluate:
-        saved = {name: copy.deepcopy(item.state_dict()) for name, item in state.items()}
-        for kind in (6 if cudagraphs else 1) * kinds:  # captured, four warm up, one records and one replays
-            act(torch.zeros(num_agents * args.num_envs, obs_dim, device=device))  # [seeds 2]
-            update(*kind)
-        load_states(state, saved)
+        saved = [{name: item.state_dict() for name, item in state.items()} for state in states]
+        try:
+            for kind in (6 if cudagraphs else 1) * kinds:  # captured: four warm up, one records, one replays
+                act(torch.zeros(len(env_fns), obs_dim, device=device))  # [seeds: own runs]
+                update(*kind)
+        except InductorError as error:  # no C++ compiler, no Python.h, a space in a path
+            refuse(f"--compile: {str(error.inner_exception)[-300:]}")
+        for state, before in zip(states, saved, strict=True):  # [seeds: own runs]
+            load_states(state, before)
 
-    sequences = [np.random.SeedSequence([seed, global_step]) for seed in args.seeds]  # [seeds 1]
+    sequences = [np.random.SeedSequence([seed, global_step]) for seed in args.seeds]  # [seeds: own seeds]
     drawn = np.transpose([sequence.generate_state(1 + args.num_envs) for sequence in sequences]).tolist()
     seeds, env_seeds = drawn[0], np.transpose(drawn[1:]).flatten().tolist()
-    streams.copy_(torch.tensor(seeds) << 31)  # [seeds 3] so far apart
+    streams.copy_(torch.tensor(seeds) << 31)  # [seeds: own random numbers] so far apart
     spaces = [gym.vector.utils.batch_space(envs.single_action_space, args.num_envs) for _ in seeds]
     action_space = gym.spaces.Tuple(spaces, seed=seeds)
     obs = envs.reset(seed=env_seeds)[0].astype(np.float32)
 
+    writers = []
+    for of_agent, folder in zip(agent_args, folders, strict=True):  # [seeds: own runs]
+        purge_step = global_step + 1 if args.resume else None  # later ones go
+        writers.append(SummaryWriter(str(folder), purge_step=purge_step))
+        table = "\n".join(f"{name}|{value}" for name, value in asdict(of_agent).items())
+        writers[-1].add_text("hyperparameters", f"param|value\n-|-\n{table}")
+
     last = bool(args.evaluate) or global_step >= args.total_timesteps
-    writers = list(map(open_logs, agent_args, folders, [global_step] * num_agents))  # [seeds 4]
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
-    # [fast 8] A GPU copies actions to the host while gradient steps are launched.
-    actions_arrived = torch.get_device_module(device).Event()
     first_update, saved_step = updates, global_step
-    evaluated = checkpoints[0].get("evaluated", global_step)  # [seeds 4]
+    eval_every, checkpoint_every = args.eval_every or math.inf, args.checkpoint_every or math.inf  # never
+    actions_arrived = torch.get_device_module(device).Event()  # [fast: overlapped copy]
     startup_seconds = time.perf_counter() - START_TIME
-    sps, best, sps_start = None, [None] * num_agents, (global_step, time.perf_counter())
-    alive, lost = list(range(num_agents)), {}  # [seeds 5] agents with numbers that are not finite
-    with closing(envs), bar, ExitStack() as logs:  # [seeds 4]
+    sps, sps_start = None, (global_step, time.perf_counter())
+    alive, lost = list(range(num_agents)), {}  # [seeds: lost agents]
+    with closing(envs), bar, ExitStack() as logs:  # [seeds: own runs]
         for writer in writers:
             logs.enter_context(writer)
         while not last:
             if global_step < args.learning_starts:
-                actions = np.concatenate(action_space.sample())  # [seeds 1]
+                actions = np.concatenate(action_space.sample())  # [seeds: own seeds]
             else:
                 if updates == first_update:
                     sps_start = global_step, time.perf_counter()  # counted from the first step that learns
+                # [fast: overlapped copy] What `actions` shows is not there yet.
                 actions = act(torch.from_numpy(obs).to(device, non_blocking=True))
-                actions = actions.to("cpu", non_blocking=True).numpy()  # [fast 8] not there yet
+                actions = actions.to("cpu", non_blocking=True).numpy()
                 actions_arrived.record()
                 updates_due += min(args.num_envs, global_step - args.learning_starts) * args.updates_per_step
 
             while updates_due > 0:  # a GPU still works on these while the environments step
                 update(updates % args.policy_frequency == 0, updates % args.target_network_frequency == 0)
                 updates, updates_due = updates + 1, updates_due - 1
-            actions_arrived.synchronize()  # [fast 8] sync
 
+            actions_arrived.synchronize()  # [fast: overlapped copy] sync
             next_obs, rewards, terminated, truncated, infos = envs.step(actions)
             position, global_step = global_step % capacity, global_step + args.num_envs
             final_obs = next_obs.copy()
             for index in np.flatnonzero(terminated | truncated):
                 final_obs[index] = infos["final_obs"][index]
                 episode = infos["final_info"]["episode"]
-                agent = index // args.num_envs  # [seeds 4]
-                if agent not in lost:  # [seeds 5]
+                agent = index // args.num_envs  # [seeds: own runs]
+                if agent not in lost:  # [seeds: lost agents]
                     returns[agent].append(float(episode["r"][index]))
                     writers[agent].add_scalar("charts/episodic_return", episode["r"][index], global_step)
                     writers[agent].add_scalar("charts/episodic_length", episode["l"][index], global_step)
 
             transitions = [obs, actions, rewards[:, None], terminated[:, None], final_obs]
             rows = np.concatenate(transitions, axis=1, dtype=np.float32)
-            for index in np.flatnonzero(~np.isfinite(rows).all(axis=1)):  # [seeds 5]
+            for index in np.flatnonzero(~np.isfinite(rows).all(axis=1)):  # [seeds: lost agents]
                 lost.setdefault(int(index) // args.num_envs, f"a row is not finite at step {global_step}")
-            rows = torch.from_numpy(rows).view(num_agents, args.num_envs, -1)  # [seeds 2]
+            rows = torch.from_numpy(rows).view(num_agents, args.num_envs, -1)  # [seeds: agents in front]
             buffer[:, position : position + args.num_envs].copy_(rows, non_blocking=True)
-            size.fill_(min(global_step, capacity))
+            size.fill_(min(global_step, capacity))  # [fast: numbers as tensors]
             obs = next_obs.astype(np.float32)
 
             last = bool(stopping) or global_step >= args.total_timesteps
             if last or global_step % args.log_every < args.num_envs:
-                known = {name: loss.cpu() for name, loss in losses.items()}  # [seeds 4] sync
+                # [seeds: own runs, lost agents]
+                known = torch.stack([*losses.values()], dim=1).tolist()  # sync
                 sps = len(alive) * (global_step - sps_start[0]) / (time.perf_counter() - sps_start[1])
                 for agent in alive:
                     writers[agent].add_scalar("charts/SPS", sps / len(alive), global_step)
                     try:
                         if updates >= first_update + args.policy_frequency:  # all losses are known
-                            agent_losses = {name: loss[agent] for name, loss in known.items()}
-                            log_losses(writers[agent], global_step, agent_losses)
-                    except SystemExit as error:  # [seeds 5]
+                            log_losses(agent, known[agent])
+                    except SystemExit as error:
                         lost.setdefault(agent, str(error))
                     if agent in lost:
                         bar.write(f"seed {args.seeds[agent]} is lost: {lost[agent]}", file=sys.stderr)
@@ -674,40 +681,41 @@ if __name__ == "__main__":
                 recent = [total for agent in alive for total in returns[agent][-10:]]
                 bar.postfix = f"SPS {sps:.0f}, return {np.mean(recent) if recent else math.nan:.1f}"
                 bar.update(global_step - bar.n)
-                progress = [[global_step, updates, updates_due, totals] for totals in returns]  # [seeds 4]
-                due = global_step - saved_step >= (args.checkpoint_every or math.inf)
-                if due or (last and (args.save_model or args.checkpoint_every)):
-                    for agent in alive:  # [seeds 4]
-                        of_agent = agent_args[agent], writers[agent], states[agent], progress[agent]
-                        replay = {"buffer": buffer[agent, :global_step].clone()}
-                        save_checkpoint(*of_agent, evaluated=evaluated, **replay)
-                    saved_step = global_step
-                if args.eval_every and global_step // args.eval_every > evaluated // args.eval_every:
+                for of_agent in progress:
+                    of_agent |= {"global_step": global_step, "updates": updates, "updates_due": updates_due}
+                if global_step // eval_every > progress[alive[0]]["evaluated"] // eval_every:
                     pause = time.perf_counter()
-                    for agent in alive:  # [seeds 4]
-                        policy = partial(best_action, agent=agent)
+                    for agent in alive:
+                        policy = partial(best_action, actor=actors[agent])
                         scores = evaluate(agent_args[agent], make_env(args), policy, stopping)
                         if not stopping:
-                            of_agent = writers[agent], states[agent], progress[agent]
-                            best[agent] = keep_best(agent_args[agent], scores, *of_agent)
+                            of_agent = agent_args[agent], writers[agent], states[agent], progress[agent]
+                            keep_best(*of_agent, scores)
                     sps_start = sps_start[0], sps_start[1] + time.perf_counter() - pause
-                    evaluated = evaluated if stopping else global_step  # [seeds 4]
+                at_the_end = last and (args.save_model or args.checkpoint_every)
+                if at_the_end or global_step - saved_step >= checkpoint_every:
+                    for agent in alive:
+                        replay = {"buffer": buffer[agent, :global_step].clone()}
+                        of_agent = agent_args[agent], writers[agent], f"{global_step}.pt"
+                        save_checkpoint(*of_agent, states[agent], progress[agent], **replay)
+                    saved_step = global_step
 
     # ---- End -----------------------------------------------------------------------------------------------
     eval_returns = []
     if args.evaluate or (args.eval_episodes and not stopping):
-        for agent in range(num_agents):  # [seeds 4]
+        for agent in range(num_agents):  # [seeds: own runs]
             env = make_env(args, folders[agent] / "evaluation" / "videos" if args.capture_video else None)
-            policy = partial(best_action, agent=agent)
+            policy = partial(best_action, actor=actors[agent])
             eval_returns.append(evaluate(agent_args[agent], env, policy, stopping) if agent in alive else [])
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
-    summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast 1, 4]
-    episodes = [len(totals) for totals in returns]  # [seeds 4]
-    summary |= {"updates": updates, "episodes": episodes, "eval_returns": eval_returns}
-    summary["best_eval_return"] = best
+    summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast: one graph]
+    best = [of_agent["best"] for of_agent in progress]  # [seeds: own runs]
+    summary |= {"eval_returns": eval_returns, "best_eval_return": best}
+    summary |= {"updates": updates, "episodes": [len(totals) for totals in returns]}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
-        means = [float(np.mean(totals[-count:])) if totals else None for totals in returns]  # [seeds 5]
+        means = [float(np.mean(totals[-count:])) if totals else None for totals in returns]
         summary[name] = [None if agent in lost else mean for agent, mean in enumerate(means)]
+    # [seeds: lost agents]
     summary["lost_seeds"] = {args.seeds[agent]: reason for agent, reason in lost.items()}
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}
     print(json.dumps(summary))
