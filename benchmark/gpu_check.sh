@@ -6,7 +6,7 @@
 #   3. a short run of every twin with both flags, all at once, which also fills the caches of compiled code of
 #      part 4, and then with --cudagraphs alone
 #   4. the sweep, each run tried once: both flags, eager, --cudagraphs, --compile, both with TF32
-#   5. profiles of SAC and PPO for Atari
+#   5. profiles of the first script for continuous actions and of the first for Atari
 #   6. tests/test_gpu.py, until the time is over
 #
 #   bash benchmark/gpu_check.sh [SCRIPT ...]      by default all eager scripts, whose twins are checked
@@ -19,8 +19,6 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${FOLDER:-sweeps/gpu-$(date +%m%d-%H%M%S)}
 deadline=$((SECONDS + ${SECONDS_IN_ALL:-580}))
-[ $# -gt 0 ] ||
-  set -- sac_continuous_action td3_continuous_action ppo_continuous_action ppo_atari_envpool dqn ppo
 export PYTHONUNBUFFERED=1
 status=0
 
@@ -43,6 +41,10 @@ elif [ -z "${python:-}" ]; then
   exit 0
 fi
 mkdir -p "$folder" && folder=$(realpath "$folder") || exit 2
+# A line a script: its name, kind of actions, environment, and whether it is on-policy or off-policy.
+collection=$("$python" -m benchmark.collection) || exit 2
+# shellcheck disable=SC2046 # names are words
+[ $# -gt 0 ] || set -- $(cut -d ' ' -f 1 <<<"$collection")
 
 # begin MOST KEPT TITLE: set `limit` to at most MOST seconds, so that KEPT are left for the parts after it.
 # Fails where there are none.
@@ -67,18 +69,15 @@ part() {
   [ $code = 0 ] || status=1
 }
 
-# environment NAME: the environment of a script in the sweep.
-environment() {
-  case $1 in
-    ppo_atari*) echo Breakout-v5 ;;
-    dqn | ppo) echo CartPole-v1 ;;
-    *) echo HalfCheetah-v4 ;;
-  esac
+# known NAME FIELD: what the collection says of a script: 2 is its kind of actions, 3 its environment in the
+# sweep, 4 whether it is on-policy.
+known() {
+  grep "^$1 " <<<"$collection" | cut -d ' ' -f "$2"
 }
 
 # cache NAME MODE: the folder of compiled code of a script and mode of the sweep, which is then a warm one.
 cache() {
-  local folder_of_code=$folder/cache/$1-$2-$(environment "$1")
+  local folder_of_code=$folder/cache/$1-$2-$(known "$1" 3)
   mkdir -p "$folder_of_code" && touch "$folder_of_code/used"
   echo "$folder_of_code"
 }
@@ -88,13 +87,13 @@ short_run() {
   local name=$1 code steps
   code=$(cache "$1" "$2")
   shift 2
-  case $name in
-    ppo*) steps="--total-timesteps 4096" ;;
+  case $(known "$name" 4) in
+    on-policy) steps="--total-timesteps 4096" ;;
     *) steps="--learning-starts 1000 --total-timesteps 1500" ;;
   esac
   # shellcheck disable=SC2086 # they are words
   TORCHINDUCTOR_CACHE_DIR=$code TRITON_CACHE_DIR=$code timeout --signal=INT --kill-after=10 "$limit" \
-    "$python" "leanrl/${name}_torchcompile.py" --env-id "$(environment "$name")" $steps "$@"
+    "$python" "leanrl/${name}_torchcompile.py" --env-id "$(known "$name" 3)" $steps "$@"
 }
 
 # short_runs MODE FLAGS -- NAME...: short runs at the same time; tells of each what it printed.
@@ -159,12 +158,15 @@ for mode in both eager cudagraphs compile tf32; do
     --attempts 1 --time-limit 0.75 --folder "$folder"
 done
 part 30 90 "the table" "$python" -m benchmark.report "$folder"
-for name in sac_continuous_action ppo_atari_envpool; do
-  [[ " $* " == *" $name "* ]] || continue
+for kind in continuous atari; do # of each the first script
+  for name in "$@"; do
+    [ "$(known "$name" 2)" != $kind ] || break
+  done
+  [ "$(known "$name" 2)" = $kind ] || continue
   code=$(cache "$name" both)
   part 40 30 "profile of $name" env TORCHINDUCTOR_CACHE_DIR="$code" TRITON_CACHE_DIR="$code" \
     "$python" -m benchmark.profile_run "${name}_torchcompile" --trace "$folder/$name-trace.json.gz" \
-    --env-id "$(environment "$name")" --compile --cudagraphs
+    --env-id "$(known "$name" 3)" --compile --cudagraphs
 done
 part 580 0 "tests on the GPU" "$python" -m pytest -v -rs -m gpu tests/test_gpu.py
 echo "results: $folder/results.jsonl, which as benchmark/results/gpu.jsonl is a table of ./run.sh report"

@@ -12,20 +12,24 @@ from contextlib import chdir
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
 from unittest.mock import patch
 
 import pytest
-from conftest import ROOT, SHORT, make_commit, scripted_world
+from conftest import LEANRL, ROOT, SHORT, make_commit, scripted_world
 from envs import ScriptedGames
 from torch.autograd import DeviceType
 
 from benchmark import machine, profile_run, terminal
+from benchmark.collection import COLLECTION
 from benchmark.report import __main__ as report
-from benchmark.report import plots, results, tables
-from benchmark.studies import compile_settings as settings
+from benchmark.report import curve, plots, results, tables
 from benchmark.studies import cuda_code
-from benchmark.sweep import curve, process, runs
+from benchmark.sweep import process
+
+
+def test_the_collection_has_every_script_and_each_has_its_twin():
+    scripts = {path.stem for path in LEANRL.glob("*.py") if not path.stem.endswith("_seeds")}
+    assert scripts == {f"{name}{suffix}" for name in COLLECTION for suffix in ("", "_torchcompile")}
 
 
 # ---- Tables ------------------------------------------------------------------------------------------------
@@ -39,6 +43,40 @@ def test_a_table_of_results_that_are_not_there_is_absent():
     assert report.render(text) == "before\n<!-- table: speed none.jsonl -->\n<!-- end -->\nafter"
     with pytest.raises(results.ResultsError, match="no table of kind sped"):
         report.render("<!-- table: sped cpu.jsonl -->\n<!-- end -->")
+
+
+STUDY = """
+from benchmark.report import plots, results
+
+class Line(results.Timing):
+    answer: int
+
+check = results.check_of(Line)
+
+def table(lines):
+    return f"{len(lines)} line: {lines[0]['answer']}"
+
+def plot(lines, curves):
+    return plots.panels(1, "The answer")[0]
+"""
+
+
+def test_a_study_is_one_file_and_a_line_of_a_page_and_no_table_needs_pytorch(tmp_path):
+    # Nor does it need what runs sweeps.
+    shutil.copytree(ROOT / "benchmark", tmp_path / "benchmark", ignore=shutil.ignore_patterns("sweep"))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "benchmark" / "studies" / "new.py").write_text(STUDY)
+    (tmp_path / "torch.py").write_text("raise ImportError('no PyTorch')")
+    about = line("eager", None, answer=42)
+    results.replace(tmp_path / "benchmark" / "results" / "new.jsonl", [about], lambda line: None)
+    page, content = tmp_path / "README.md", "![plot](docs/plots/new-new.png)\n"
+    for kind in ("new", "agents", "environments", "roofline", "tricks"):
+        content += f"<!-- table: {kind} {kind}.jsonl -->\n<!-- end -->\n"
+    page.write_text(content)
+    subprocess.run([sys.executable, "-m", "benchmark.report"], cwd=tmp_path, check=True)
+    assert "<!-- table: new new.jsonl -->\n\n1 line: 42\n\n<!-- end -->" in page.read_text()
+    assert page.read_text().count("|\n\n") == 4  # the others' tables
+    assert (tmp_path / "docs" / "plots" / "new-new.png").exists()
 
 
 def line(mode: str, sps: float | None, gpu: str | None = None, **more) -> dict:
@@ -70,10 +108,6 @@ def test_speed_plot_shows_medians_and_their_ratios():
     assert [text.get_text().split() for text in axis.texts] == [["300", "(2.50x)"], ["120", "(1.00x)"]]
 
 
-def test_modes_are_the_same_everywhere():
-    assert set(runs.MODES) == set(tables.LABELS) == set(get_args(results.Mode))
-
-
 def test_machines_are_never_mixed():
     lines = [line("eager", 100), line("compile", 200)]
     lines += [line("eager", 400, gpu="A GPU"), line("both", 2000, gpu="A GPU")]
@@ -103,28 +137,16 @@ def test_figures_of_several_agents_are_those_of_all_that_were_not_lost():
     assert labels == ["seeds, 4 agents --compile --cudagraphs", "--compile --cudagraphs"]
 
 
-# Of cuda_code.jsonl: a line of any graph, and of one that there is code for.
-GRAPH = {"format": 1, "script": "sac", "env_id": "World-v0", "graph": "act", "torch": "2.13.0"}
-GRAPH |= {"triton": "3.7.1", "git_commit": "0123456789"}
-COUNTED = GRAPH | {"generated": True, "triton_launches": 3, "extern_calls": {"mm": 4, "randint": 1}}
-COUNTED |= {"kernels": 2, "compiled": 2, "spilling": 1, "errors": []}
-
-
-def test_cuda_code_table_has_a_column_for_each_version_and_tells_of_failures():
-    failed = {"torch": "2.9.1", "generated": False, "error": "AssertionError: in lower: assert True"}
-    first, error, made_with = tables.cuda_code_table([COUNTED, GRAPH | failed]).split("\n\n")
-    assert "Triton launches, torch 2.9.1 | Triton launches, torch 2.13.0 |" in first
-    assert "| sac, World-v0: act | fails | 3 | mm 4, randint 1 | 2 of 2 | 1 |" in first
-    assert error == "torch 2.9.1 fails: `AssertionError: in lower: assert True`"
-    assert made_with == "torch 2.9.1 with Triton 3.7.1, torch 2.13.0 with Triton 3.7.1; commit 0123456"
-
-
 # ---- Files of results --------------------------------------------------------------------------------------
+# Of cuda_code.jsonl: a line of a graph that there is code for.
+COUNTED = {"format": 1, "script": "sac", "env_id": "World-v0", "graph": "act", "torch": "2.13.0"}
+COUNTED |= {"triton": "3.7.1", "git_commit": "0123456789", "generated": True, "triton_launches": 3}
+COUNTED |= {"extern_calls": {"mm": 4, "randint": 1}, "kernels": 2, "compiled": 2, "spilling": 1, "errors": []}
 RUN = line("eager", None, more="is welcome", seeds=[1, 2], lost_seeds={"2": "why"})
 RUN |= {"episodic_return": [1.0, None]}
 CURVE = {"format": 1, "sweep": "a", "job": "b", "step": [1, 2], "seconds": [1.0, 2.0]}
 CURVE |= {"episodic_return": [0.0, 1.0], "gpu_seconds": [], "gpu_utilization": []}
-RIGHT = [(results.check_run, RUN), (results.check_curve, CURVE), (results.check_code, COUNTED)]
+RIGHT = [(results.check_run, RUN), (results.check_curve, CURVE), (cuda_code.check, COUNTED)]
 # What is changed in a right line, and what is told of it.
 WRONG = [
     (0, {"hardware": {"cpu": "A CPU"}}, "hardware.cores: Field required"),
@@ -179,20 +201,12 @@ def test_what_cannot_be_an_output_is_refused_before_anything_is_measured(tmp_pat
     (tmp_path / "page.md").write_text("# A page")
     for name in ("no/results.jsonl", "page.md"):
         with pytest.raises(SystemExit, match="2"):
-            terminal.lines_of_output(tmp_path / name, results.check_scaling)
+            terminal.lines_of_output(tmp_path / name, results.check_run)
         assert ": error: --output takes a file" in capsys.readouterr().err
-    assert terminal.lines_of_output(tmp_path / "new.jsonl", results.check_scaling) == []
+    assert terminal.lines_of_output(tmp_path / "new.jsonl", results.check_run) == []
 
 
-# ---- Changed and compiled copies of the scripts ------------------------------------------------------------
-def test_settings_find_what_they_change_in_the_twins(monkeypatch):
-    monkeypatch.setenv("LD_PRELOAD", "another.so")  # so that leaving out ours changes nothing
-    changed = {name: list(settings.SCRIPTS) for name in settings.SETTINGS} | {"MKL's own choice of code": []}
-    changed["one graph a gradient step"] = ["sac_continuous_action", "td3_continuous_action"]
-    for name, setting in settings.SETTINGS.items():
-        assert [script for script in settings.SCRIPTS if settings.applies(script, setting)] == changed[name]
-
-
+# ---- Code for a GPU ----------------------------------------------------------------------------------------
 # As Inductor writes it, shortened.
 CODE = """
 triton_poi_0 = async_compile.triton('triton_poi_0', '''the source''', device_str='cuda')
@@ -215,16 +229,14 @@ def test_launches_are_counted_where_the_code_runs():
     assert cuda_code.count(CODE) == (2, extern, {"triton_poi_0": "the source"})
 
 
-GRAPHS = {"sac_continuous_action": ["act", "update_critic(update_target=True)", "update_actor"]}
-GRAPHS |= {"ppo_continuous_action": ["prepare", "update"]}
-
-
-@pytest.mark.parametrize("script", GRAPHS)
-def test_each_kind_of_gradient_step_is_a_graph(monkeypatch, script):
+# Of SAC the policy and the two halves of a step; PPO acts in NumPy, prepares a rollout, and learns from it.
+@pytest.mark.parametrize(("script", "count"), [("sac_continuous_action", 3), ("ppo_continuous_action", 2)])
+def test_each_kind_of_gradient_step_is_a_graph(monkeypatch, script, count):
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    small = ["--buffer-size", "256"] if "sac" in script else ["--num-steps", "16", "--num-minibatches", "2"]
+    of_ppo = ["--num-steps", "16", "--num-minibatches", "2"]
+    small = of_ppo if COLLECTION[script].on_policy else ["--buffer-size", "256"]
     graphs = cuda_code.graphs_of(script, "--env-id", "Reacher-v4", *cuda_code.SCRIPTS[script][1], *small)
-    assert [graph.name for graph in graphs] == GRAPHS[script]
+    assert len({graph.name for graph in graphs}) == len(graphs) == count
     cuda_code.move_to_cuda(graphs[1].module)
     assert "device(type='cpu')" not in graphs[1].module.code
 
@@ -233,7 +245,7 @@ def test_without_a_build_for_cuda_there_is_one_line(capsys):
     with patch("torch.version.cuda", None), patch("sys.argv", ["code"]), pytest.raises(SystemExit, match="2"):
         cuda_code.main()
     [told] = capsys.readouterr().err.splitlines()
-    assert ": error: needs a build of PyTorch for CUDA" in told
+    assert ": error: needs PyTorch for CUDA" in told
 
 
 # ---- What is measured around a run -------------------------------------------------------------------------
@@ -399,7 +411,8 @@ def test_a_profile_tells_where_the_time_goes(name, flags, tmp_path, capsys):
     rows = [[re.split(r"\s{2,}", line) for line in table.splitlines()[1:]] for table in tables_]
     parts, operators = ({part: float(share.rstrip("%")) for part, _, share, *_ in table} for table in rows)
     known = {"policy", "update", "environment", "waiting for the device", "the rest"}
-    assert set(parts) == known | ({"prepare"} if "ppo" in name else set())
+    on_policy = COLLECTION[name.removesuffix("_torchcompile")].on_policy
+    assert set(parts) == known | ({"prepare"} if on_policy else set())
     assert min(parts[part] for part in known - {"waiting for the device"}) > 0
     assert sum(parts.values()) == pytest.approx(100, abs=0.5)
     assert parts.keys().isdisjoint(operators)
@@ -410,10 +423,11 @@ def test_a_profile_tells_where_the_time_goes(name, flags, tmp_path, capsys):
     assert "total_timesteps" not in printed  # it ends there
 
 
+NAMES = sorted(path.stem for path in LEANRL.glob("*.py"))
 TRACE = "--trace takes a file that can be written, got /"
 REFUSED = [
     (("sac_continuous_action", "--gamma", "2"), "--gamma: Input should be "),
-    (("sac",), "takes one of: dqn dqn_torchcompile ppo ppo_atari_envpool "),
+    (("sac",), f"takes one of: {' '.join(NAMES)}, got sac"),
     (("sac_continuous_action", "--trace", "/dev/null/trace"), TRACE),
     (("sac_continuous_action", "--trace", "/"), TRACE),
 ]
@@ -461,9 +475,9 @@ def test_run_sh_tells_how_to_use_it_and_names_the_scripts():
     told = ["sweep --help", "train NAME", "logs to runs/", "profile NAME", "in profiles/", "python [ARGS]"]
     assert [text for text in [*told, "PYTHON names"] if text not in done.stdout] == []
     assert not done.stdout.startswith("#")
-    done = subprocess.run([ROOT / "run.sh", "train", "c51"], capture_output=True, text=True)
+    done = subprocess.run([ROOT / "run.sh", "train", "none"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"run.sh: error: train takes one of: dqn .* td3_\w+, got c51\n", done.stderr)
+    assert done.stderr == f"run.sh: error: train takes one of: {' '.join(NAMES)}, got none\n"
 
 
 # In place of Python: makes environments of itself, installs until a call waits, and notes what it is asked.

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import re
 import subprocess
 from pathlib import Path
 
@@ -11,7 +10,8 @@ import pytest
 from conftest import ROOT, run
 from torch.utils.tensorboard import SummaryWriter
 
-from benchmark.report import learning, plots, results, tables
+from benchmark.collection import COLLECTION
+from benchmark.report import learning, plots, results
 from benchmark.studies import scaling
 
 TD3, SWEEP = "td3_continuous_action", "2026-01-01-0"
@@ -218,14 +218,6 @@ def test_ablations_fit_the_scripts():
         subprocess.run(["git", "apply", "--check", path], cwd=ROOT, check=True)
 
 
-def test_the_example_of_a_change_fits_the_scripts():
-    blocks = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "changing.md").read_text(), flags=re.DOTALL)
-    for name, block in zip(("dqn", "dqn_torchcompile"), blocks, strict=True):
-        lines = (ROOT / "leanrl" / f"{name}.py").read_text().splitlines()
-        stands = [line[1:] for line in block.splitlines() if re.match("[ -] ", line)]
-        assert stands and [line for line in stands if lines.count(line) != 1] == []
-
-
 @pytest.mark.parametrize("script", scaling.DEFAULTS)
 def test_a_widened_copy_differs_in_its_networks_only(script):
     text, wide = (ROOT / "leanrl" / f"{script}_torchcompile.py").read_text(), scaling.widened(script, 1024)
@@ -241,7 +233,7 @@ def test_a_widened_copy_differs_in_its_networks_only(script):
 def test_sizes_leave_the_gradient_steps_per_agent_step_as_they_are(script):
     for point in scaling.points(scaling.Args(scripts=(script,))):
         given, envs = point.arguments, point.sizes["num_envs"]
-        if script.startswith("ppo"):
+        if COLLECTION[script].on_policy:
             rollout = envs * given["num-steps"]
             assert rollout == given["num-minibatches"] * point.sizes["batch_size"]
             assert given["total-timesteps"] % rollout == 0
@@ -258,7 +250,8 @@ def test_sizes_leave_the_gradient_steps_per_agent_step_as_they_are(script):
 def test_updates_are_counted_as_they_are(script, envs, tmp_path):
     point = scaling.Measurement(script, "compile", "num_envs", envs)
     given = point.arguments | {"batch-size": 8, "total-timesteps": 640}
-    given["env-id"] = "CartPole-v1" if script == "dqn" else "InvertedPendulum-v4"
+    discrete = COLLECTION[script].actions == "discrete"
+    given["env-id"] = "CartPole-v1" if discrete else "InvertedPendulum-v4"
     done = run(script, *(f"--{key}={value}" for key, value in given.items()), directory=tmp_path)
     # From the first step that learns on: a step of the environments after learning-starts.
     assert done["updates"] == int((640 - scaling.STARTS - envs) * point.updates_per_step)
@@ -269,20 +262,19 @@ def test_sbx_gets_the_sizes_of_a_point(tmp_path):
     assert {"dqn", "--env-id=CartPole-v1", "--width=1024", "--num-envs=1", "--batch-size=128"} <= set(command)
 
 
-def test_the_scaling_table_shows_from_where_another_resource_binds():
+def test_the_plot_of_sizes_shows_from_where_another_resource_binds():
     def point(axis: str, value: int, rate: float, mode: str = "compile") -> dict:
         about = {"script": TD3, "mode": mode, "axis": axis, "value": value, "status": "ok"}
         return about | {"sps": rate, "updates_per_second": rate, "peak_memory_mb": 500.0} | MACHINE
 
     batches = [point("batch_size", *pair) for pair in ((64, 200), (256, 190), (1024, 100), (4096, 26))]
     widths = [point("width", *pair) for pair in ((64, 300), (256, 200), (1024, 20))]
-    table = tables.scaling_table([*batches, point("batch_size", 256, 95, mode="sbx"), *widths])
-    # A row costs 78, 21, 9.8 and 9.4 us: from 1024 on a batch costs what its rows cost.
-    assert f"| {TD3}, batch **1024** | 100 | 100.0 | 10 per row of a batch | 500 |  |  |" in table
-    assert f"| {TD3}, batch 256 | 190 | 190.0 | 21 per row of a batch | 500 | 95 | 2.00 |" in table
-    assert f"| {TD3}, width **1024** | 20 | 20.0 | 50000 per gradient step | 500 |  |  |" in table
-    assert table.count("**") == 4
     envs = [point("num_envs", value, 1000 * value) for value in (1, 4, 16)]  # twice as many cost nothing more
-    assert "**" not in tables.scaling_table(envs)
-    figure = plots.plot_scaling([*batches, *widths, *envs])
+    figure = scaling.plot([*batches, point("batch_size", 256, 95, mode="sbx"), *widths, *envs], [])
+    of_envs, of_batches, of_widths, _ = figure.axes
     assert [axis.get_xlabel() for axis in figure.axes[:3]] == ["environments", "batch", "width"]
+    # A row costs 78, 21, 9.8 and 9.4 us: from 1024 on a batch costs what its rows cost.
+    assert of_batches.lines[0].get_ydata().round(1).tolist() == [78.1, 20.6, 9.8, 9.4]
+    filled = [[line.get_xdata() for line in axis.lines if line.get_markersize() == 9] for axis in figure.axes]
+    assert filled == [[], [[1024]], [[1024]], []]
+    assert [len(axis.lines) for axis in (of_envs, of_batches, of_widths)] == [1, 3, 2]

@@ -4,14 +4,18 @@ import itertools
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT
+
+from benchmark.collection import COLLECTION
 
 # In place of an interpreter: notes what it is asked to do, and does what a part named by MISBEHAVES does.
 INTERPRETER = """#!/usr/bin/env bash
 [ "$1" = -c ] && exec bash -c "$SEES"
+[ "$*" = "-m benchmark.collection" ] && exec "$PYTHON_OF_TESTS" "$@"
 echo "${TORCHINDUCTOR_CACHE_DIR##*/} $*" >> "$NOTES"
 case "<$*>" in *"${MISBEHAVES:-nothing}"*) eval "$MISBEHAVIOUR" ;; esac
 echo '{"sps": 1}'
@@ -23,13 +27,15 @@ BOTH = "--compile --cudagraphs"
 def check(folder: Path, *scripts: str, **variables: str) -> tuple[int, str, list[str]]:
     """Run a copy: exit status, output, and what an interpreter was asked for, sorted where all at once."""
     (folder / "benchmark").mkdir()
-    program = shutil.copy(ROOT / "benchmark" / "gpu_check.sh", folder / "benchmark")
+    for name in ("__init__.py", "collection.py", "gpu_check.sh"):
+        program = shutil.copy(ROOT / "benchmark" / name, folder / "benchmark")
     programs = {"interpreter": INTERPRETER, "python": INTERPRETER, "python3": "#!/bin/sh\nexit 1\n"}
     for name, content in (programs | {"nvidia-smi": "#!/bin/sh\n$SMI\n"}).items():
         (folder / name).write_text(content)
         (folder / name).chmod(0o755)
     env = {key: value for key, value in os.environ.items() if key != "TORCHINDUCTOR_CACHE_DIR"}
     env |= {"PATH": f"{folder}:{os.environ['PATH']}", "SEES": "exit 0", "SMI": "echo GPU 0"}
+    env |= {"PYTHON_OF_TESTS": sys.executable}
     env |= {"PYTHON": "interpreter", "NOTES": str(folder / "notes"), "FOLDER": "out", **variables}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run(["bash", program, *scripts], env=env, **streams)
@@ -46,11 +52,8 @@ def expected(*scripts: str) -> list[str]:
     def short_runs(mode: str, flags: str) -> list[str]:
         asked = []
         for name in sorted(scripts):
-            env_id = {"ppo_atari_envpool": "Breakout-v5", "dqn": "CartPole-v1", "ppo": "CartPole-v1"}.get(
-                name, "HalfCheetah-v4"
-            )
-            off_policy = "--learning-starts 1000 --total-timesteps 1500"
-            steps = "--total-timesteps 4096" if "ppo" in name else off_policy
+            env_id, off_policy = COLLECTION[name].env_id, "--learning-starts 1000 --total-timesteps 1500"
+            steps = "--total-timesteps 4096" if COLLECTION[name].on_policy else off_policy
             command = f"leanrl/{name}_torchcompile.py --env-id {env_id} {steps} {flags}"
             asked.append(f"{name}-{mode}-{env_id} {command}")
         return asked
@@ -62,10 +65,11 @@ def expected(*scripts: str) -> list[str]:
         options = f"--seeds 1 --modes {mode} --attempts 1 --time-limit 0.75 --folder FOLDER"
         asked.append(f" -m benchmark.sweep --scripts {' '.join(scripts)} {options}")
     asked.append(" -m benchmark.report FOLDER")
-    for name, env_id in (("sac_continuous_action", "HalfCheetah-v4"), ("ppo_atari_envpool", "Breakout-v5")):
-        options = f"--trace FOLDER/{name}-trace.json.gz --env-id {env_id} {BOTH}"
-        profile = f"{name}-both-{env_id} -m benchmark.profile_run {name}_torchcompile {options}"
-        asked += [profile] if name in scripts else []
+    for kind in ("continuous", "atari"):
+        for name in [name for name in scripts if COLLECTION[name].actions == kind][:1]:
+            env_id = COLLECTION[name].env_id
+            options = f"--trace FOLDER/{name}-trace.json.gz --env-id {env_id} {BOTH}"
+            asked.append(f"{name}-both-{env_id} -m benchmark.profile_run {name}_torchcompile {options}")
     return [*asked, " -m pytest -v -rs -m gpu tests/test_gpu.py"]
 
 
@@ -73,9 +77,7 @@ def test_all_parts_are_done_in_order_with_the_compile_caches_of_the_sweep(tmp_pa
     makes_code = {"MISBEHAVES": "_torchcompile.py", "MISBEHAVIOUR": 'touch "$TORCHINDUCTOR_CACHE_DIR/code"'}
     status, printed, notes = check(tmp_path, **makes_code)
     assert status == 0, printed
-    order = ["sac_continuous_action", "td3_continuous_action", "ppo_continuous_action", "ppo_atari_envpool"]
-    assert {*order, "dqn", "ppo"} == {*SCRIPTS}
-    assert notes == expected(*order, "dqn", "ppo")
+    assert notes == expected(*COLLECTION)
     # They count as warm, and compiled code is there without graphs, too.
     for mode in ("both", "compile", "tf32", "cudagraphs"):
         cache = tmp_path / "out" / "cache" / f"sac_continuous_action-{mode}-HalfCheetah-v4"

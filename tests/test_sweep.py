@@ -16,6 +16,7 @@ import pytest
 from conftest import LEANRL, ROOT, SEEDS, make_commit
 from slurm import slurm_cluster, wait_until
 
+from benchmark.collection import COLLECTION
 from benchmark.report import results
 from benchmark.sweep import __main__ as sweep
 from benchmark.sweep import folder as sweep_folder
@@ -264,9 +265,9 @@ def test_learning_takes_one_mode_and_the_seeds_of_each_script_in_rounds():
     runs = selection.select(selection.Args(profile="learning"), gpus=["0"])
     assert {(run.mode, run.checkpoint_every) for run in runs} == {("both", 50_000)}
     assert [run.seed for run in runs] == sorted(run.seed for run in runs)
-    for script, task in selection.TASKS.items():
+    for script, algorithm in COLLECTION.items():
         chosen = [(run.env_id, run.seed) for run in runs if run.algorithm == script]
-        assert sorted(chosen) == sorted(itertools.product(task.learning_env_ids, task.learning_seeds))
+        assert sorted(chosen) == sorted(itertools.product(algorithm.env_ids, algorithm.seeds))
 
 
 def test_each_seed_of_the_selection_is_a_run_of_several_agents():
@@ -296,7 +297,7 @@ def refused(capsys, folder: Path, *args, gpus: tuple[str, ...] = ()) -> list[str
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--modes", "fast"], "--modes takes eager, twin, compile, cudagraphs, both, "),
+        (["--modes", "fast"], "--modes takes cleanrl, sb3, sbx, eager, twin, compile, cudagraphs, both, "),
         (["--modes", "sbx"], "--modes cleanrl, sb3, sbx need --peers"),
         (["--peers", "/"], "--peers takes a Python interpreter, got /"),
         (["--modes", "cudagraphs"], "nothing is selected"),
@@ -304,6 +305,10 @@ def refused(capsys, folder: Path, *args, gpus: tuple[str, ...] = ()) -> list[str
         (["--workers", "0"], "--workers takes a number from 1"),
         (["--workers", "1000"], "--workers and --runs-per-gpu: 1000 runs at a time, and there are"),
         (["--runs-per-gpu", "2"], "--runs-per-gpu takes 1 where there is no GPU"),
+        (["--options", "seed", "5"], "--options does not take seed: use --seeds"),
+        (["--options", "env_id", "Acrobot-v1"], "--options does not take env-id: use --env-ids, "),
+        (["--options", "no-compile", ""], "--options does not take no-compile: use --modes"),
+        (["--options", "num-envs", "2", "evaluate", "runs"], "--options does not take evaluate: use the "),
         (["--folder", "/dev/null"], "--folder takes a folder that can be written to, got /dev/null: "),
     ],
 )

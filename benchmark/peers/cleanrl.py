@@ -23,15 +23,10 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from torch.utils.tensorboard import SummaryWriter
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it runs in an environment of its own
+from benchmark.collection import COLLECTION
+
 START_TIME = time.perf_counter()
-SCRIPTS = (
-    "sac_continuous_action",
-    "td3_continuous_action",
-    "ppo_continuous_action",
-    "ppo",
-    "ppo_atari_envpool",
-    "dqn",
-)
 
 
 class SyncVectorEnv(gymnasium.vector.SyncVectorEnv):
@@ -117,14 +112,14 @@ def stand_in() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("script", choices=SCRIPTS)
+    parser.add_argument("script", choices=[name for name in COLLECTION if COLLECTION[name].cleanrl])
     parser.add_argument("--cleanrl", type=Path)
     parser.add_argument("--env-id", required=True)
     for name in ("--seed", "--total-timesteps"):
         parser.add_argument(name, type=int, required=True)
     args, more = parser.parse_known_args()
     root = args.cleanrl or Path(metadata.distribution("cleanrl").locate_file(""))
-    path = root / "cleanrl" / f"{args.script}.py"
+    path = root / "cleanrl" / f"{COLLECTION[args.script].cleanrl}.py"
     stand_in()
     times, add_scalar = [], SummaryWriter.add_scalar
 

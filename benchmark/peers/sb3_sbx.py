@@ -4,7 +4,7 @@
         [--learning-starts=N] [--num-envs=N] [--batch-size=N] [--width=N] [--num-steps=N] [--settle=N]
 
 Same task and networks, same batches and number of gradient steps as the scripts have by default, or with the
-sizes that are given (not of Atari); everything else is the library's default. PPO goes without the
+sizes that are given; everything else is the library's default. PPO goes without the
 normalisation that the script has, which saves the libraries time. Atari games are ale-py's behind
 Stable-Baselines3's own wrappers, stepped in turn: the same frames, network and batches, but no EnvPool. SPS
 counts from a step at which everything is compiled, for JAX compiles when it first learns: of PPO after two
@@ -19,6 +19,8 @@ START_TIME = time.perf_counter()  # the imports below count, as in the scripts
 import argparse
 import importlib
 import json
+import sys
+from pathlib import Path
 
 import gymnasium as gym
 import jax
@@ -26,48 +28,31 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it runs in an environment of its own
+from benchmark.collection import COLLECTION
+
 PACKAGES = {"sb3": "stable_baselines3", "sbx": "sbx"}
-OFF_POLICY = {
-    "train_freq": 1,
-    "gradient_steps": -1,
-    "batch_size": 256,
-    "policy_kwargs": {"net_arch": [256, 256]},
-}
+OFF_POLICY = {"train_freq": 1, "gradient_steps": -1, "batch_size": 256}
+OFF_POLICY |= {"policy_kwargs": {"net_arch": [256, 256]}}
 ON_POLICY = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10}
 ON_POLICY |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}
 # The libraries advise the CPU for PPO on small networks.
 ON_POLICY |= {"device": "cpu"}
-ON_POLICY_DISCRETE = {
-    "n_steps": 128,
-    "batch_size": 128,
-    "n_epochs": 4,
-    "learning_rate": 2.5e-4,
-    "ent_coef": 0.01,
-}
-DISCRETE = {
-    "train_freq": 10,
-    "batch_size": 128,
-    "buffer_size": 10_000,
-    "target_update_interval": 500,
-    "learning_rate": 2.5e-4,
-}
+ON_POLICY_DISCRETE = {"n_steps": 128, "batch_size": 128, "n_epochs": 4, "learning_rate": 2.5e-4}
+ON_POLICY_DISCRETE |= {"ent_coef": 0.01}
+DISCRETE = {"train_freq": 10, "batch_size": 128, "buffer_size": 10_000, "learning_rate": 2.5e-4}
+DISCRETE |= {"target_update_interval": 500}
 DISCRETE |= {"exploration_fraction": 0.5, "policy_kwargs": {"net_arch": [120, 84]}}
-ATARI = {
-    "n_steps": 128,
-    "batch_size": 256,
-    "n_epochs": 4,
-    "learning_rate": 2.5e-4,
-    "clip_range": 0.1,
-    "ent_coef": 0.01,
-}
-# The class, its policy and its options.
-ALGORITHMS = {
-    "sac_continuous_action": ("SAC", "MlpPolicy", OFF_POLICY),
-    "td3_continuous_action": ("TD3", "MlpPolicy", OFF_POLICY),
-    "ppo_continuous_action": ("PPO", "MlpPolicy", ON_POLICY),
-    "ppo": ("PPO", "MlpPolicy", ON_POLICY | ON_POLICY_DISCRETE),
-    "ppo_atari_envpool": ("PPO", "CnnPolicy", ATARI),
-    "dqn": ("DQN", "MlpPolicy", DISCRETE),
+ATARI = {"n_steps": 128, "batch_size": 256, "n_epochs": 4, "learning_rate": 2.5e-4}
+ATARI |= {"clip_range": 0.1, "ent_coef": 0.01}
+# By the class and the kind of actions.
+OPTIONS = {
+    ("SAC", "continuous"): OFF_POLICY,
+    ("TD3", "continuous"): OFF_POLICY,
+    ("PPO", "continuous"): ON_POLICY,
+    ("PPO", "discrete"): ON_POLICY | ON_POLICY_DISCRETE,
+    ("PPO", "atari"): ATARI,
+    ("DQN", "discrete"): DISCRETE,
 }
 
 
@@ -86,57 +71,44 @@ class Stopwatch(BaseCallback):
         return True
 
 
-def make_env(script: str, env_id: str, seed: int, num_envs: int) -> VecEnv:
-    """The environments of a script; of Atari eight of ale-py's for EnvPool's id, such as Breakout-v5."""
-    if script != "ppo_atari_envpool":
+def make_env(actions: str, env_id: str, seed: int, num_envs: int) -> VecEnv:
+    """Environments with a kind of actions; of Atari ale-py's for EnvPool's id, such as Breakout-v5."""
+    if actions != "atari":
         return make_vec_env(lambda: gym.make(env_id), n_envs=num_envs, seed=seed)
     gym.register_envs(importlib.import_module("ale_py"))
-    return VecFrameStack(
-        make_atari_env(f"{env_id.removesuffix('-v5')}NoFrameskip-v4", n_envs=8, seed=seed), n_stack=4
-    )
+    games = make_atari_env(f"{env_id.removesuffix('-v5')}NoFrameskip-v4", n_envs=num_envs, seed=seed)
+    return VecFrameStack(games, n_stack=4)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("peer", choices=PACKAGES)
-    parser.add_argument("script", choices=ALGORITHMS)
+    parser.add_argument("script", choices=COLLECTION)
     parser.add_argument("--env-id", required=True)
-    for name, default in (
-        ("--seed", None),
-        ("--total-timesteps", None),
-        ("--learning-starts", 0),
-    ):
-        parser.add_argument(name, type=int, default=default, required=default is None)
-    for name, default in (
-        ("--num-envs", None),
-        ("--batch-size", None),
-        ("--width", None),
-        ("--num-steps", None),
-        ("--settle", 500),
-    ):
+    for name in ("--seed", "--total-timesteps"):
+        parser.add_argument(name, type=int, required=True)
+    for name in ("--num-envs", "--batch-size", "--width", "--num-steps"):
+        parser.add_argument(name, type=int)
+    for name, default in (("--learning-starts", 0), ("--settle", 500)):
         parser.add_argument(name, type=int, default=default)
     args = parser.parse_args()
-    args.num_envs = args.num_envs or (4 if args.script == "ppo" else 1)
-    algorithm, policy, options = ALGORITHMS[args.script]
-    given = {
-        "learning_starts": args.learning_starts,
-        "batch_size": args.batch_size,
-        "n_steps": args.num_steps,
-    }
-    options = options | {name: value for name, value in given.items() if value}
+    entry = COLLECTION[args.script]
+    algorithm, num_envs = getattr(entry, args.peer), args.num_envs or entry.num_envs
+    if algorithm is None:
+        parser.error(f"{args.peer} does not have {args.script}")
+    given = {"learning_starts": args.learning_starts, "batch_size": args.batch_size}
+    given |= {"n_steps": args.num_steps}
+    options = OPTIONS[algorithm, entry.actions] | {name: value for name, value in given.items() if value}
     if algorithm == "DQN":  # train_freq counts steps of all environments at once
-        options["gradient_steps"] = args.num_envs
+        options["gradient_steps"] = num_envs
     if args.width:
-        layers = (
-            [args.width, *options["policy_kwargs"]["net_arch"][1:]]
-            if algorithm == "DQN"
-            else [args.width, args.width]
-        )
-        options["policy_kwargs"] = {
-            "net_arch": {"pi": layers, "vf": layers} if algorithm == "PPO" else layers
-        }
+        others = options["policy_kwargs"]["net_arch"][1:] if algorithm == "DQN" else [args.width]
+        layers = [args.width, *others]
+        layers = {"pi": layers, "vf": layers} if algorithm == "PPO" else layers
+        options["policy_kwargs"] = {"net_arch": layers}
     library = importlib.import_module(PACKAGES[args.peer])
-    env = make_env(args.script, args.env_id, args.seed, args.num_envs)
+    env = make_env(entry.actions, args.env_id, args.seed, num_envs)
+    policy = "CnnPolicy" if entry.actions == "atari" else "MlpPolicy"
     model = getattr(library, algorithm)(policy, env, seed=args.seed, **options)
     start = 2 * options["n_steps"] * env.num_envs if algorithm == "PPO" else args.settle
     stopwatch = Stopwatch(args.learning_starts + start)

@@ -3,41 +3,38 @@
     ./run.sh report                  writes the tables of README.md and docs/ and the plots docs/plots/ anew
     ./run.sh report sweeps/NAME      prints the table of a sweep and writes its plots
 
-A table stands between `<!-- table: KIND FILE -->` and `<!-- end -->`; KIND is a key of TABLES, FILE a file in
-benchmark/results/. Nothing between the two is written by hand, and nothing stands there as long as there is
-no such file.
+A table stands between `<!-- table: KIND FILE -->` and `<!-- end -->`; KIND is a key of TABLES or the name of
+a study, FILE a file in benchmark/results/. Nothing between the two is written by hand, and nothing stands
+there as long as there is no such file. A study, a file of benchmark/studies/, has a function `check(line)`
+and, for its table, `table(lines)` or, for plots/FILE-STUDY.png, `plot(lines, curves)`.
 """
 
 import re
 import sys
+from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from benchmark import RESULTS, ROOT
+from benchmark.collection import COLLECTION
 from benchmark.report import learning, plots, results, tables
 from benchmark.report.tables import machines
+from benchmark.studies import environments
 from benchmark.terminal import refuse
 
 SHOWN = re.compile(r"\((?:docs/)?plots/((\w+)-([\w-]+)\.png)\)")
 MARKED = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-# Kind of table: what makes it, and what a line of its file is.
+# Tables of runs and of the literature, by kind.
 TABLES = {
-    "speed": (tables.speed_table, results.check_run),
-    "algorithms": (lambda lines: tables.algorithms_table([*lines, *many_environments()]), results.check_run),
-    "learning": (tables.learning_table, results.check_run),
-    "returns": (learning.returns_table, results.check_run),
-    "headline": (partial(learning.returns_table, short=True), results.check_run),
-    "ablation": (learning.ablation_table, results.check_run),
-    "literature": (learning.literature_table, results.check_literature),
-    "curve": (tables.curve_table, results.check_curve),
-    "cuda_code": (tables.cuda_code_table, results.check_code),
-    "roofline": (tables.roofline_table, results.check_roofline),
-    "agents": (tables.agents_table, results.check_agents),
-    "settings": (tables.settings_table, results.check_setting),
-    "scaling": (tables.scaling_table, results.check_scaling),
-    "environments": (tables.environments_table, results.check_environments),
-    "tricks": (tables.tricks_table, results.check_figure),
+    "speed": tables.speed_table,
+    "algorithms": lambda lines: tables.algorithms_table([*lines, *environments.published_runs(64)]),
+    "learning": tables.learning_table,
+    "returns": learning.returns_table,
+    "headline": partial(learning.returns_table, short=True),
+    "ablation": learning.ablation_table,
+    "literature": learning.literature_table,
 }
 # Plots of a sweep's runs on one machine, and of returns, which are the same on all.
 PLOTS = {
@@ -46,30 +43,29 @@ PLOTS = {
     "return-by-time": partial(plots.plot_returns, key="seconds"),
     "gpu": plots.plot_gpu,
 }
-LEARNING_PLOTS = {f"returns-{name}": partial(learning.plot_returns_of, name) for name in learning.HEADLINE}
+LEARNING_PLOTS = {f"returns-{name}": partial(learning.plot_returns_of, name) for name in COLLECTION}
 LEARNING_PLOTS |= {"overview": learning.plot_overview}
 
 
-def many_environments() -> list[dict]:
-    """The runs of PPO with 64 environments, of which ours are EnvPool's."""
-    path = RESULTS / "environments.jsonl"
-    runs = []
-    for line in results.read(path, results.check_environments) if path.exists() else []:
-        if line["num_envs"] == 64 and line["mode"] != "gymnasium":
-            name = f"{line['env_id']}, 64 environments (ours: EnvPool's)"
-            mode = "compile" if line["mode"] == "envpool" else line["mode"]
-            runs.append(line | {"algorithm": line["script"], "env_id": name, "mode": mode})
-    return runs
+def of_study(name: str, what: str) -> tuple[Callable, Callable] | None:
+    """The `table` or `plot` of a study and its `check`, or None where there is no such thing."""
+    if not (ROOT / "benchmark" / "studies" / f"{name}.py").exists():
+        return None
+    study = import_module(f"benchmark.studies.{name}")
+    return (getattr(study, what), study.check) if hasattr(study, what) else None
 
 
 def render(text: str) -> str:
     """`text` with its tables made anew. Raises ResultsError where a file is not what it should be."""
 
     def table(match: re.Match) -> str:
-        if match[2] not in TABLES:
-            raise results.ResultsError(f"there is no table of kind {match[2]}; kinds are {', '.join(TABLES)}")
-        make, check = TABLES[match[2]]
-        path = RESULTS / match[3]
+        kind, path = match[2], RESULTS / match[3]
+        check = results.check_literature if kind == "literature" else results.check_run
+        found = (TABLES[kind], check) if kind in TABLES else of_study(kind, "table")
+        if not found:
+            kinds = ", ".join(TABLES)
+            raise results.ResultsError(f"there is no table of kind {kind}; kinds are {kinds}, and studies")
+        make, check = found
         content = f"\n{make(results.read(path, check))}\n\n" if path.exists() else ""
         return f"{match[1]}{content}{match[4]}"
 
@@ -125,8 +121,9 @@ def report_folder(folder: Path) -> None:
 def published_plot(name: str, kind: str):
     """The figure of NAME.jsonl and NAME.curves.jsonl in results/. Raises ResultsError where there is none."""
     path, curves = RESULTS / f"{name}.jsonl", RESULTS / f"{name}.curves.jsonl"
-    lines = results.read(path, results.check_scaling if kind == "scaling" else results.check_run)
-    plot = (LEARNING_PLOTS | PLOTS | {"scaling": lambda lines, _: plots.plot_scaling(lines)}).get(kind)
+    own = (LEARNING_PLOTS | PLOTS).get(kind)
+    plot, check = (own, results.check_run) if own else of_study(kind, "plot") or (None, results.check_run)
+    lines = results.read(path, check)
     if kind not in LEARNING_PLOTS and (found := len(machines(lines))) != 1:
         raise results.ResultsError(f"{path}: a plot needs the runs of one machine, not of {found}")
     drawn = results.read(curves, results.check_curve) if curves.exists() else []

@@ -19,11 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmark import RESULTS
+from benchmark.collection import COLLECTION
+from benchmark.modes import PEERS, SEEDS
 from benchmark.report import results
+from benchmark.report.curve import in_groups, logged
 from benchmark.report.plots import draw_evaluations, on_one_grid, panels
 from benchmark.report.tables import by, markdown, packages_and_commits
-from benchmark.sweep.curve import in_groups, logged
-from benchmark.sweep.runs import PEERS, SEEDS
 from benchmark.terminal import refuse
 
 LAST = 100  # training episodes, whose mean return is what a run has reached
@@ -33,14 +34,6 @@ SOURCES = ("CleanRL", "Stable-Baselines3 zoo", "authors", "others")  # columns o
 TAKEN = ("compile", "both")
 THIN = {"color": "#777777", "linewidth": 0.6, "alpha": 0.8}
 COLOUR, LITERATURE = "#0072B2", "#D55E00"
-HEADLINE = {  # what the README shows of each algorithm
-    "sac_continuous_action": "HalfCheetah-v4",
-    "td3_continuous_action": "HalfCheetah-v4",
-    "ppo_continuous_action": "HalfCheetah-v4",
-    "ppo": "CartPole-v1",
-    "ppo_atari_envpool": "Breakout-v5",
-    "dqn": "CartPole-v1",
-}
 
 
 def interval(values: Iterable[float] | np.ndarray) -> np.ndarray | None:
@@ -101,13 +94,16 @@ def reached_by_others(lines: list[dict], asked: int) -> str:
     return "; ".join(cells)
 
 
+def is_headline(line: dict) -> bool:
+    """Whether a run is in the environment that the README shows of its algorithm."""
+    return line["env_id"] == COLLECTION[line["algorithm"]].env_id
+
+
 def trained(lines: list[dict]) -> list[dict]:
-    """The lines of runs with episodes, by algorithm and environment in the order of HEADLINE."""
-    order = list(HEADLINE)
+    """The lines of runs with episodes, by algorithm, and first those that the README shows."""
+    order = list(COLLECTION)
     kept = [line for line in lines if line["status"] == "ok" and line.get("episodic_return") is not None]
-    return sorted(
-        kept, key=lambda line: (order.index(line["algorithm"]), line["env_id"] != HEADLINE[line["algorithm"]])
-    )
+    return sorted(kept, key=lambda line: (order.index(line["algorithm"]), not is_headline(line)))
 
 
 def returns_table(lines: list[dict], short: bool = False) -> str:
@@ -116,7 +112,7 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
     rows, behind = [], []
     for (algorithm, env_id, asked), runs in by(trained(lines), "algorithm", "env_id", "steps").items():
         most = max(run["total_timesteps"] for run in runs)
-        if short and not (env_id == HEADLINE[algorithm] and is_through(most, asked)):
+        if short and not (is_headline(runs[0]) and is_through(most, asked)):
             continue
         behind += [run for run in runs if not is_through(run["total_timesteps"], most)]
         runs = [run for run in runs if is_through(run["total_timesteps"], most)]
@@ -264,7 +260,7 @@ def plot_overview(lines: list[dict], curves: list[dict]):
     kept = []
     for (algorithm, env_id, asked), runs in by(trained(lines), "algorithm", "env_id", "steps").items():
         ended = is_through(max(run["total_timesteps"] for run in runs), asked)
-        if ended and env_id == HEADLINE[algorithm] and (drawn := drawn_curves(runs, curves)):
+        if ended and is_headline(runs[0]) and (drawn := drawn_curves(runs, curves)):
             kept.append((algorithm, env_id, drawn))
     if not kept:
         return None

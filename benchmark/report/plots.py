@@ -1,37 +1,17 @@
-"""The plots of speed, returns and GPU utilisation of a sweep, and of what its sizes cost a script."""
+"""The plots of speed, returns and GPU utilisation of a sweep."""
 
 import statistics
 import textwrap
 
 import numpy as np
 
-from benchmark.report.tables import (
-    AXES,
-    LABELS,
-    UNITS,
-    binding,
-    busy_per_million,
-    by,
-    in_order,
-    name_of,
-    processor,
-    timed,
-    unit_cost,
-)
+from benchmark.modes import MODES
+from benchmark.report.tables import busy_per_million, by, in_order, name_of, processor, timed
 
-# The colours here are those of Okabe and Ito, which colour-blind readers can tell apart; markers do where
-# there is no colour.
-SCRIPT_STYLES = {
-    "sac_continuous_action": ("#0072B2", "o"),
-    "td3_continuous_action": ("#D55E00", "s"),
-    "ppo_continuous_action": ("#009E73", "^"),
-    "ppo": ("#E69F00", "P"),
-    "ppo_atari_envpool": ("#000000", "D"),
-    "dqn": ("#CC79A7", "v"),
-}
-GREYS = ("#BBBBBB", "#999999", "#555555")  # of the other libraries
+# The colours of Okabe and Ito, which colour-blind readers can tell apart.
 HUES = ("#E69F00", "#56B4E9", "#0072B2", "#000000", "#009E73", "#D55E00", "#CC79A7", "#F0E442")
-COLOURS = dict(zip(LABELS, GREYS + HUES, strict=True))
+GREYS = ("#BBBBBB", "#999999", "#555555")  # of the other libraries
+COLOURS = dict(zip(MODES, GREYS + HUES, strict=True))
 
 
 def panels(count: int, title: str):
@@ -143,34 +123,6 @@ def plot_returns(lines: list[dict], curves: list[dict], key: str):
         axis.set_ylabel("return")
         if axis.lines:
             axis.legend(frameon=False, fontsize=8)
-    figure.supxlabel(below(lines), fontsize=8, color="#555555")
-    return figure
-
-
-def plot_scaling(lines: list[dict]):
-    """Cost against sizes: a panel an axis, a marker a script, filled where another resource binds."""
-    heading = "What an agent step, a row of a batch and a gradient step cost, by size"
-    figure, axes = panels(len(AXES) + 1, heading)
-    for axis, (name, title) in zip(axes, AXES.items(), strict=False):
-        along = [line for line in lines if line["axis"] == name]
-        for (script, mode), group in by(along, "script", "mode").items():
-            group = sorted(group, key=lambda line: line["value"])
-            colour, marker = SCRIPT_STYLES[script]
-            points = ([line["value"] for line in group], [unit_cost(line) for line in group])
-            if mode == "sbx":
-                axis.plot(*points, color=colour, linestyle="--", linewidth=1, label=f"{script}: SBX")
-                continue
-            style = {"color": colour, "marker": marker, "markersize": 7, "markerfacecolor": "white"}
-            axis.plot(*points, label=script, **style)
-            if bound := binding(group):
-                axis.plot(bound["value"], unit_cost(bound), color=colour, marker=marker, markersize=9)
-        axis.set(xscale="log", yscale="log", xlabel=title, ylabel=f"microseconds per {UNITS[name]}")
-        values = [line["value"] for line in along]
-        axis.set_xticks([4**power for power in range(7) if min(values) <= 4**power <= max(values)])
-        axis.xaxis.set_major_formatter("{x:.0f}")
-        axis.minorticks_off()
-    axes[len(AXES)].axis("off")
-    axes[len(AXES)].legend(*axes[0].get_legend_handles_labels(), loc="center", frameon=False)
     figure.supxlabel(below(lines), fontsize=8, color="#555555")
     return figure
 

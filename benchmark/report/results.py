@@ -2,7 +2,7 @@
 
 A sweep writes two files of JSON lines. In `results.jsonl` a line is a run: the keys of `Done`, and what else
 the run's summary holds, or the keys of `Failed`. In `curves.jsonl` a line is what one run showed over time:
-the keys of `Curve`. The studies write files of their own, whose lines have the keys of the classes below.
+the keys of `Curve`. Each study writes a file of its own, and says itself what the keys of a line are.
 All lines are checked on reading and before writing. They are JSON to the letter: no NaN, nothing infinite.
 """
 
@@ -14,10 +14,10 @@ from typing import Literal, NotRequired
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
+from benchmark.modes import MODES
+
 FORMAT = 1  # of both files; grows with every change that an older reader would misread
-Mode = Literal[
-    "eager", "twin", "compile", "cudagraphs", "both", "tf32", "seeds", "seeds_both", "cleanrl", "sb3", "sbx"
-]
+Mode = Literal[*MODES]
 # a list where a run has several agents, in the order of its `seeds`
 Return = float | list[float | None] | None
 
@@ -120,15 +120,6 @@ class Timing(TypedDict):
     git_commit: str | None
 
 
-class Figure(Timing):
-    """A line of benchmark.studies.tricks: what a call of one variant takes."""
-
-    title: str
-    variant: str
-    microseconds: float
-    threads: int | None
-
-
 class Description(TypedDict):
     """A sweep.json, in one line."""
 
@@ -136,91 +127,6 @@ class Description(TypedDict):
     id: str
     profile: str
     git_commit: str | None
-
-
-class Graph(TypedDict):
-    """A graph of a twin that was compiled for a GPU: what every line of benchmark.studies.cuda_code has."""
-
-    format: int
-    script: str  # the eager script
-    env_id: str
-    graph: str
-    torch: str
-    triton: str
-    git_commit: str | None
-
-
-class Code(Graph):
-    """A graph that code was generated for, with what was counted in that."""
-
-    generated: Literal[True]
-    triton_launches: int
-    extern_calls: dict[str, int]  # of kernels that are not generated, such as matrix products, by operation
-    kernels: int  # Triton kernels, each of which may be launched more than once
-    compiled: int  # of these kernels
-    spilling: int  # of the compiled ones
-    errors: list[str]  # one for each kernel that does not compile
-
-
-class NoCode(Graph):
-    """A graph that no code was generated for, and why."""
-
-    generated: Literal[False]
-    error: str
-
-
-class Bound(Timing):
-    """A line of benchmark.studies.roofline: a script's products, and such a machine's speed."""
-
-    script: str
-    torch_threads: int
-    sps: float
-    mflop_per_step: float
-    gflops: float
-
-
-class Agents(Timing):
-    """A line of benchmark.studies.agents: many agents in one process, or in many."""
-
-    script: str
-    mode: Literal["seeds", "workers", "processes"]
-    agents: int
-    sps: float
-    memory_mb: float
-
-
-class Timed(Timing):
-    """A line of benchmark.studies.compile_settings: a twin under a setting."""
-
-    script: str
-    setting: str
-    cold_seconds: float | None
-    warm_seconds: float
-    microseconds: float
-    in_company: float
-
-
-class Size(Timing):
-    """A line of benchmark.studies.scaling: a run with one size changed."""
-
-    script: str
-    mode: Literal["compile", "sbx"]
-    axis: Literal["num_envs", "batch_size", "width"]
-    value: int
-    sps: float
-    updates_per_second: float
-    peak_memory_mb: float
-
-
-class Environments(Timing):
-    """A line of benchmark.studies.environments: a run with so many environments."""
-
-    script: str
-    env_id: str
-    mode: Literal["gymnasium", "envpool", "cleanrl", "sb3", "sbx"]
-    num_envs: int
-    seed: int
-    sps: float
 
 
 class Reached(TypedDict):
@@ -274,9 +180,6 @@ def check_of(*kinds: type) -> Callable[[object], None]:
     return check
 
 
-# Of the studies, of the literature's figures, and of a sweep.json.
-check_roofline, check_agents, check_setting = check_of(Bound), check_of(Agents), check_of(Timed)
-check_scaling, check_figure, check_environments = check_of(Size), check_of(Figure), check_of(Environments)
 check_literature, check_description = check_of(Reached), check_of(Description)
 
 
@@ -293,14 +196,6 @@ def check_curve(line: object) -> None:
     for keys in (episodes, evaluations, ("gpu_seconds", "gpu_utilization")):
         if len({len(line.get(key, [])) for key in keys}) > 1:
             raise ValueError(f"has lists of several lengths: {', '.join(keys)}")
-
-
-def check_code(line: object) -> None:
-    """Raise ValueError, with one line that says why, unless this is a line of benchmark.studies.cuda_code."""
-    check_of()(line)
-    check_of(Code if line.get("generated") else NoCode)(line)
-    if line["generated"] and line["compiled"] + len(line["errors"]) != line["kernels"]:
-        raise ValueError("has kernels that neither compile nor have an error")
 
 
 def read(path: Path, check: Callable[[object], None] = check_run, growing: bool = False) -> list[dict]:

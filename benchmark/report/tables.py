@@ -1,28 +1,10 @@
-"""The tables of speed, counts and costs that README.md, docs/ and a sweep show, made of lines of results."""
+"""The tables of speed and returns that README.md, docs/ and a sweep show, made of lines of results."""
 
 import itertools
 import statistics
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
-LABELS = {
-    "cleanrl": "CleanRL",
-    "sb3": "Stable-Baselines3",
-    "sbx": "SBX (JAX)",
-    "eager": "LeanRL eager",
-    "twin": "LeanRL twin, no flag",
-    "compile": "LeanRL `--compile`",
-    "cudagraphs": "LeanRL `--cudagraphs`",
-    "both": "LeanRL `--compile --cudagraphs`",
-    "tf32": "LeanRL `--compile --cudagraphs --matmul-precision high`",
-    "seeds": "LeanRL seeds, {agents} agents `--compile`",
-    "seeds_both": "LeanRL seeds, {agents} agents `--compile --cudagraphs`",
-}
-
-
-PEERS = ("cleanrl", "sb3", "sbx")
-AGENT_MODES = {"seeds": "one process", "workers": "`--env-workers`", "processes": "a process each"}
+from benchmark.modes import MODES, PEERS
 
 
 def by(lines: list[dict], *keys: str) -> dict[tuple, list[dict]]:
@@ -40,7 +22,7 @@ def timed(lines: list[dict]) -> list[dict]:
 
 def in_order(modes: Iterable[str]) -> list[str]:
     """Modes in the order of tables and plots."""
-    return [mode for mode in LABELS if mode in modes]
+    return [mode for mode in MODES if mode in modes]
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -77,7 +59,7 @@ def agents(line: dict) -> int:
 
 def name_of(mode: str, runs: list[dict]) -> str:
     """The name of a mode of these runs; where a run has several agents, with their number."""
-    return LABELS[mode].format(agents="/".join(sorted({str(agents(line)) for line in runs})))
+    return MODES[mode].label.format(agents="/".join(sorted({str(agents(line)) for line in runs})))
 
 
 def of_agents(runs: list[dict], key: str) -> list[float]:
@@ -176,16 +158,15 @@ def speed_table(lines: list[dict]) -> str:
 @by_machine
 def algorithms_table(lines: list[dict]) -> str:
     """A row an algorithm: steps/s of others and of ours, and how much faster ours is than the best other."""
-    others = [mode for mode in LABELS if mode in PEERS]
     rows = []
     for (algorithm, env_id, _), group in by(timed(lines), "algorithm", "env_id", "steps").items():
         modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
         speed = {mode: statistics.median(line["sps"] for line in runs) for mode, runs in modes.items()}
-        best = max((mode for mode in others if mode in modes), key=speed.get, default=None)
+        best = max((mode for mode in PEERS if mode in modes), key=speed.get, default=None)
         beside = ratio(modes["compile"], modes[best]) if best and "compile" in modes else ""
-        cells = [f"{speed[mode]:,.0f}" if mode in speed else "" for mode in (*others, "eager", "compile")]
+        cells = [f"{speed[mode]:,.0f}" if mode in speed else "" for mode in (*PEERS, "eager", "compile")]
         rows.append([f"{algorithm}, {env_id}", *cells, beside])
-    header = [LABELS[mode] for mode in (*others, "eager", "compile")]
+    header = [MODES[mode].label for mode in (*PEERS, "eager", "compile")]
     return markdown(["steps/s", *header, "x the best other library"], rows)
 
 
@@ -205,164 +186,3 @@ def mean_return(runs: list[dict]) -> str:
     """The mean over agents of their episodic return, or nothing."""
     values = of_agents(runs, "episodic_return")
     return f"{statistics.mean(values):.0f}" if values else ""
-
-
-def curve_table(curves: list[dict]) -> str:
-    """Learning curves in ten rows: the mean return of the episodes that ended since the row before.
-
-    Where there is more than one, columns are named by the last part of their job.
-    """
-    names = [curve["job"].rsplit("-", 1)[1] for curve in curves] if len(curves) > 1 else ["mean return"]
-    rows = []
-    for low, high in itertools.pairwise(np.linspace(0, max(curve["step"][-1] for curve in curves), 11)):
-        ended = [zip(curve["step"], curve["episodic_return"], strict=True) for curve in curves]
-        inside = [[value for step, value in episodes if low < step <= high] for episodes in ended]
-        rows.append([f"{high:,.0f}", *(f"{np.mean(values):.1f}" if values else "" for values in inside)])
-    return markdown(["agent steps", *names], rows)
-
-
-@by_machine
-def tricks_table(lines: list[dict]) -> str:
-    """Microseconds a call of each variant, and the ratio to the first one of its title."""
-    rows, first = [], {}
-    for line in lines:
-        base = first.setdefault(line["title"], line["microseconds"])
-        figures = [f"{line['microseconds']:.2f}", f"{line['microseconds'] / base:.2f}" if base > 0.1 else ""]
-        rows.append([f"{line['title']}: {line['variant']}", *figures])
-    return markdown(["", "microseconds a call", "x the first of its name"], rows)
-
-
-def cuda_code_table(lines: list[dict]) -> str:
-    """Triton launches of each graph by version of torch, and what else was counted with the newest."""
-    in_turn = sorted(lines, key=lambda line: [int(part) for part in line["torch"].split(".")])
-    made_with = by(in_turn, "torch", "triton")
-    versions = list(dict.fromkeys(torch for torch, _ in made_with))
-    rows = []
-    for (script, env_id, graph), group in by(lines, "script", "env_id", "graph").items():
-        of = {line["torch"]: line for line in group}
-        launches = [str(of[at].get("triton_launches", "fails")) if at in of else "" for at in versions]
-        newest = of.get(versions[-1], {"generated": False})
-        counted = ["", "", ""]
-        if newest["generated"]:
-            extern = ", ".join(f"{operation} {calls}" for operation, calls in newest["extern_calls"].items())
-            counted = [extern, f"{newest['compiled']} of {newest['kernels']}", str(newest["spilling"])]
-        rows.append([f"{script}, {env_id}: {graph}", *launches, *counted])
-    counted = ["other calls", "kernels that compile for sm_90", "kernels that spill registers"]
-    header = ["", *(f"Triton launches, torch {version}" for version in versions), *counted]
-    failed = [line for line in lines if not line["generated"]]
-    errors = dict.fromkeys(f"torch {line['torch']} fails: `{line['error']}`" for line in failed)
-    below = ", ".join(f"torch {torch} with Triton {triton}" for torch, triton in made_with)
-    return "\n\n".join([markdown(header, rows), *errors, below + commits(lines)])
-
-
-@by_machine
-def roofline_table(lines: list[dict]) -> str:
-    """What the matrix products alone would allow beside what a compiled run reaches."""
-    rows = []
-    for line in lines:
-        bound = line["gflops"] * 1000 / line["mflop_per_step"]
-        figures = [f"{line['mflop_per_step']:.1f}", str(line["torch_threads"]), f"{line['gflops']:.0f}"]
-        figures += [f"{bound:.0f}", f"{line['sps']:.0f}", f"{line['sps'] / bound:.0%}"]
-        rows.append([line["script"], *figures])
-    header = ["", "MFLOP a step", "threads", "GFLOP/s", "the products alone, steps/s"]
-    return markdown([*header, "compiled, steps/s", "share"], rows)
-
-
-@by_machine
-def agents_table(lines: list[dict]) -> str:
-    """Steps/s over all agents in one process, with environments in processes, and in a process an agent.
-
-    Of memory the least of several runs: the first of them compiles.
-    """
-    rows = []
-    for (script, agents), group in by(lines, "script", "agents").items():
-        modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
-        each = [modes.get(mode, []) for mode in AGENT_MODES]
-        speeds = [spread([line["sps"] for line in runs]) if runs else "" for runs in each]
-        memory = [f"{min(line['memory_mb'] for line in runs):.0f}" if runs else "" for runs in each]
-        beside = ratio(modes["seeds"], modes["processes"]) if modes.keys() >= {"seeds", "processes"} else ""
-        rows.append([f"{script}, {agents}", *speeds, beside, *memory])
-    names = AGENT_MODES.values()
-    speeds, memories = ([f"{name}, {unit}" for name in names] for unit in ("steps/s", "MB"))
-    return markdown(["", *speeds, "x a process each", *memories], rows)
-
-
-# Columns of the table of environments, and what our two are called there.
-BACKENDS = {"cleanrl": "CleanRL", "sb3": "Stable-Baselines3", "sbx": "SBX (JAX)"}
-BACKENDS |= {"gymnasium": "LeanRL", "envpool": "LeanRL, EnvPool"}
-
-
-@by_machine
-def environments_table(lines: list[dict]) -> str:
-    """Steps/s by number of environments and what steps them, and EnvPool's beside the best other."""
-    rows = []
-    for (script, env_id, num_envs), group in by(lines, "script", "env_id", "num_envs").items():
-        modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
-        speeds = [spread([line["sps"] for line in modes[mode]]) if mode in modes else "" for mode in BACKENDS]
-        others = [runs for mode, runs in modes.items() if mode not in ("gymnasium", "envpool")]
-        best = max(others, key=lambda runs: statistics.median(line["sps"] for line in runs), default=None)
-        beside = [ratio(modes["envpool"], best) if best and "envpool" in modes else ""]
-        rows.append([f"{script}, {env_id}, {num_envs}", *speeds, *beside])
-    header = ["steps/s by number of environments", *BACKENDS.values(), "EnvPool x the best other library"]
-    return markdown(header, rows)
-
-
-@by_machine
-def settings_table(lines: list[dict]) -> str:
-    """A gradient step under each setting, alone and beside a busy process, its ratio, and start-up."""
-    rows = []
-    for (script,), group in by(lines, "script").items():
-        for line in group:
-            steps = [f"{line[key]:.0f}" for key in ("microseconds", "in_company")]
-            ratios = [f"{line[key] / group[0][key]:.2f}" for key in ("microseconds", "in_company")]
-            figures = [figure for pair in zip(steps, ratios, strict=True) for figure in pair]
-            cold = "" if line["cold_seconds"] is None else f"{line['cold_seconds']:.1f}"
-            rows.append([f"{script}: {line['setting']}", *figures, cold, f"{line['warm_seconds']:.1f}"])
-    first = "x the script's first"
-    header = ["", "us a gradient step", first, "beside a busy process, us", first]
-    return markdown([*header, "start-up cold, s", "warm, s"], rows)
-
-
-# What the axes of benchmark.studies.scaling are called, and what costs along them.
-AXES = {"num_envs": "environments", "batch_size": "batch", "width": "width"}
-UNITS = {"num_envs": "agent step", "batch_size": "row of a batch", "width": "gradient step"}
-
-
-def unit_cost(line: dict) -> float:
-    """Microseconds of an agent step, row of a batch learnt from, or gradient step, as the axis asks."""
-    if line["axis"] == "num_envs":
-        return 1e6 / line["sps"]
-    return 1e6 / line["updates_per_second"] / (line["value"] if line["axis"] == "batch_size" else 1)
-
-
-def binding(lines: list[dict]) -> dict | None:
-    """Of the lines along one axis, in order, the first from which on another resource binds, if there is one.
-
-    Of environments and batches: from which on more of them save less than a quarter of what one costs. Of
-    widths, whose products grow with the square: at which a gradient step takes twice what it takes at the
-    smallest.
-    """
-    costs = [unit_cost(line) for line in lines]
-    if lines[0]["axis"] == "width":
-        return next((line for line, cost in zip(lines, costs, strict=True) if cost >= 2 * costs[0]), None)
-    rest = range(len(lines) - 1)  # of the largest nothing is known
-    return next((lines[index] for index in rest if costs[index] <= 4 / 3 * min(costs[index:])), None)
-
-
-@by_machine
-def scaling_table(lines: list[dict]) -> str:
-    """Speed and memory of each script by size, SBX beside it; bold from where another resource binds."""
-    rows = []
-    for (script, axis), group in by(lines, "script", "axis").items():
-        ours = sorted((line for line in group if line["mode"] == "compile"), key=lambda line: line["value"])
-        theirs = {line["value"]: line for line in group if line["mode"] == "sbx"}
-        bound = binding(ours)
-        for line in ours:
-            other = theirs.get(line["value"])
-            value = f"**{line['value']}**" if line is bound else str(line["value"])
-            figures = [f"{line['sps']:.0f}", f"{line['updates_per_second']:.1f}"]
-            figures += [f"{unit_cost(line):.0f} per {UNITS[axis]}", f"{line['peak_memory_mb']:.0f}"]
-            beside = [f"{other['sps']:.0f}", f"{line['sps'] / other['sps']:.2f}"] if other else ["", ""]
-            rows.append([f"{script}, {AXES[axis]} {value}", *figures, *beside])
-    header = ["", "steps/s", "gradient steps/s", "microseconds", "memory, MB", "SBX, steps/s", "x SBX"]
-    return markdown(header, rows)

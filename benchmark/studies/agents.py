@@ -19,22 +19,58 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import tyro
 
 from benchmark import LEANRL
+from benchmark.collection import COLLECTION
 from benchmark.machine import provenance, summary_of, usable_cores
-from benchmark.report import results, tables
+from benchmark.report import results
+from benchmark.report.tables import by, by_machine, markdown, ratio, spread
 from benchmark.terminal import check_names, lines_of_output, refuse
+
+MODES = {"seeds": "one process", "workers": "`--env-workers`", "processes": "a process each"}
 
 STARTS = 500  # agent steps before learning
 STEPS = 2000  # with learning, over all agents; of each at least a tenth
 
 
+class Line(results.Timing):
+    """Many agents in one process, or in many."""
+
+    script: str
+    mode: Literal[*MODES]
+    agents: int
+    sps: float
+    memory_mb: float
+
+
+check = results.check_of(Line)
+
+
+@by_machine
+def table(lines: list[dict]) -> str:
+    """Steps/s over all agents in one process, with environments in processes, and in a process an agent.
+
+    Of memory the least of several runs: the first of them compiles.
+    """
+    rows = []
+    for (script, agents), group in by(lines, "script", "agents").items():
+        modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
+        each = [modes.get(mode, []) for mode in MODES]
+        speeds = [spread([line["sps"] for line in runs]) if runs else "" for runs in each]
+        memory = [f"{min(line['memory_mb'] for line in runs):.0f}" if runs else "" for runs in each]
+        beside = ratio(modes["seeds"], modes["processes"]) if modes.keys() >= {"seeds", "processes"} else ""
+        rows.append([f"{script}, {agents}", *speeds, beside, *memory])
+    speeds, memories = ([f"{name}, {unit}" for name in MODES.values()] for unit in ("steps/s", "MB"))
+    return markdown(["", *speeds, "x a process each", *memories], rows)
+
+
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = ("sac_continuous_action", "td3_continuous_action")
+    scripts: tuple[str, ...] = tuple(name for name in COLLECTION if (LEANRL / f"{name}_seeds.py").exists())
     """eager scripts with a sibling for many agents"""
     agents: tuple[int, ...] = (1, 2, 4, 8)
     """numbers of agents"""
@@ -84,21 +120,15 @@ def measure(script: str, mode: str, agents: int) -> dict:
     many = mode != "processes"
     path = str(LEANRL / f"{script}_{'seeds' if many else 'torchcompile'}.py")
     steps = STARTS + max(STEPS // 10, STEPS // agents)
-    command = [sys.executable, path, "--compile", f"--learning-starts={STARTS}", f"--total-timesteps={steps}"]
+    command = [sys.executable, path, "--compile", "--buffer-size=100000"]
+    command += [f"--learning-starts={STARTS}", f"--total-timesteps={steps}"]
     if many:
-        commands = [
-            [
-                *command,
-                f"--num-seeds={agents}",
-                *["--env-workers"] * (mode == "workers"),
-                "--buffer-size=100000",
-            ]
-        ]
+        workers = ["--env-workers"] if mode == "workers" else []
+        commands = [[*command, f"--num-seeds={agents}", *workers]]
     else:
-        commands = [[*command, f"--seed={seed}", "--buffer-size=100000"] for seed in range(1, agents + 1)]
-    summaries, memory = run(
-        commands, threads=None if len(commands) == 1 else max(1, usable_cores() // agents)
-    )
+        commands = [[*command, f"--seed={seed}"] for seed in range(1, agents + 1)]
+    threads = None if len(commands) == 1 else max(1, usable_cores() // agents)
+    summaries, memory = run(commands, threads)
     line = {"format": results.FORMAT, "status": "ok", "script": script, "mode": mode, "agents": agents}
     line |= {"sps": sum(summary["sps"] for summary in summaries), "memory_mb": round(memory)}
     return line | provenance((sys.executable, path), dict(os.environ), None)
@@ -109,7 +139,7 @@ def main() -> int:
     check_names("scripts", args.scripts, Args.scripts)
     if min((*args.agents, *args.workers, args.rounds)) < 1:
         refuse("--agents, --workers and --rounds take numbers from 1")
-    lines_of_output(args.output, results.check_agents)
+    lines_of_output(args.output, check)
     lines, failed = [], False
     for _ in range(args.rounds):
         for script in args.scripts:
@@ -124,8 +154,8 @@ def main() -> int:
                     continue
                 print(f"{script} {mode} {agents}: {lines[-1]['sps']:.0f} steps/s", flush=True)
                 if args.output:
-                    results.replace(args.output, lines, results.check_agents)
-    print(tables.agents_table(lines))
+                    results.replace(args.output, lines, check)
+    print(table(lines))
     return int(failed)
 
 

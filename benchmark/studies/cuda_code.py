@@ -35,6 +35,7 @@ from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import CodeType, ModuleType, SimpleNamespace
+from typing import Literal
 from unittest.mock import patch
 
 import torch
@@ -49,30 +50,34 @@ from torch._inductor.utils import BoxedBool, fresh_cache
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._triton import has_triton
+from typing_extensions import TypedDict
 
 from benchmark import LEANRL, ROOT
+from benchmark.collection import COLLECTION
 from benchmark.machine import commit
 from benchmark.report import results
 from benchmark.terminal import check_names, lines_of_output, refuse
 
 # Of an environment of its own, or of any of --env-ids, and what else a script needs.
 SCRIPTS = {
-    "sac_continuous_action": (None, ()),
-    "td3_continuous_action": (None, ()),
-    "ppo_continuous_action": (None, ()),  # for one environment it acts in NumPy
+    name: (None if algorithm.actions == "continuous" else algorithm.env_id, ())
+    for name, algorithm in COLLECTION.items()
+}
+# Many environments: for few these act in NumPy.
+SCRIPTS |= {
     "ppo_continuous_action --num-envs 1024": (None, ("--num-envs", "1024", "--total-timesteps", "4000000")),
-    "ppo_atari_envpool": ("Breakout-v5", ()),
-    "ppo": ("CartPole-v1", ()),  # for up to 256 environments it acts in NumPy
-    "dqn": ("CartPole-v1", ()),  # for up to 64 environments it acts in NumPy
     "dqn --num-envs 65": ("CartPole-v1", ("--num-envs", "65")),
     "dqn, bytes": ("envs:BytesChoices-v0", ()),  # of tests/envs.py
 }
 TF32 = ("--matmul-precision", "high")
-SCRIPTS |= {f"{script} {' '.join(TF32)}": (own, TF32) for script, (own, _) in list(SCRIPTS.items())[:5:2]}
+SCRIPTS |= {
+    f"{script} {' '.join(TF32)}": (SCRIPTS[script][0], TF32)
+    for script in ("sac_continuous_action", "ppo_continuous_action", "ppo_atari_envpool")
+}
 # Many agents in one graph, with replay buffers of which 64 have room on a small machine.
 SCRIPTS |= {
-    f"{script} --num-seeds {agents}": (None, ("--num-seeds", str(agents), "--buffer-size", "100000"))
-    for script in ("sac_continuous_action_seeds", "td3_continuous_action_seeds")
+    f"{path.stem} --num-seeds {agents}": (None, ("--num-seeds", str(agents), "--buffer-size", "100000"))
+    for path in sorted(LEANRL.glob("*_seeds.py"))
     for agents in (1, 4, 16, 64)
 }
 # And with one of the default size, which has more than 2^31 numbers.
@@ -96,6 +101,45 @@ H100 = SimpleNamespace(
 )
 EXTERN = re.compile(r"(?:extern_kernels|aten|torch\.ops\.\w+)\.(\w+)")
 SPILL = re.compile(r"(\d+) bytes spill stores")
+
+
+class OfGraph(TypedDict):
+    """What a line of results says of a graph of a twin, compiled for a GPU."""
+
+    format: int
+    script: str  # the eager script
+    env_id: str
+    graph: str
+    torch: str
+    triton: str
+    git_commit: str | None
+
+
+class Code(OfGraph):
+    """A graph that code was generated for, with what was counted in that."""
+
+    generated: Literal[True]
+    triton_launches: int
+    extern_calls: dict[str, int]  # of kernels that are not generated, such as matrix products, by operation
+    kernels: int  # Triton kernels, each of which may be launched more than once
+    compiled: int  # of these kernels
+    spilling: int  # of the compiled ones
+    errors: list[str]  # one for each kernel that does not compile
+
+
+class NoCode(OfGraph):
+    """A graph that no code was generated for, and why."""
+
+    generated: Literal[False]
+    error: str
+
+
+def check(line: object) -> None:
+    """Raise ValueError, with one line that says why, unless this is a line of results of this study."""
+    results.check_of()(line)
+    results.check_of(Code if line.get("generated") else NoCode)(line)
+    if line["generated"] and line["compiled"] + len(line["errors"]) != line["kernels"]:
+        raise ValueError("has kernels that neither compile nor have an error")
 
 
 @dataclass
@@ -125,9 +169,7 @@ def check_scripts(scripts: tuple[str, ...]) -> None:
     """Refuse names that are none, and a PyTorch that knows nothing of CUDA."""
     check_names("scripts", scripts, SCRIPTS)
     if torch.version.cuda is None:
-        refuse(
-            f"needs a build of PyTorch for CUDA, and this is {torch.__version__}: see the top of this file"
-        )
+        refuse(f"needs PyTorch for CUDA, and this is {torch.__version__}: see the top of this file")
 
 
 def one_line(error: Exception) -> str:
@@ -350,7 +392,7 @@ def main() -> None:
     args = tyro.cli(Args)
     sys.path.append(str(ROOT / "tests"))
     check_scripts(args.scripts)
-    lines = lines_of_output(args.output, results.check_code)
+    lines = lines_of_output(args.output, check)
     made_with = {
         "torch": torch.__version__.split("+")[0],
         "triton": metadata.version("triton"),
@@ -369,7 +411,7 @@ def main() -> None:
                 print(told(lines[-1]), flush=True)
                 failed |= not lines[-1]["generated"] or bool(lines[-1]["errors"])
             if args.output:
-                results.replace(args.output, lines, results.check_code)
+                results.replace(args.output, lines, check)
     sys.exit(int(failed))
 
 

@@ -30,13 +30,15 @@ from torch._inductor import config
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime.triton_heuristics import GridExpr
 
+from benchmark.collection import COLLECTION
 from benchmark.studies import cuda_code
 
 TOLERANCE = 1e-4  # of the largest value of a tensor; float32 rounds sums of hundreds of terms
 # Less memory or, of Atari's frames, less time: 8 in a gradient step.
-SMALLER = dict.fromkeys(("sac_continuous_action", "td3_continuous_action"), ("--buffer-size", "2000"))
-SMALLER["ppo_continuous_action --num-envs 1024"] = ("--num-steps", "4")
-SMALLER["ppo_atari_envpool"] = ("--num-envs", "2", "--num-steps", "16")
+OFF_POLICY = [name for name, algorithm in COLLECTION.items() if not algorithm.on_policy]
+SMALLER = dict.fromkeys(OFF_POLICY, ("--buffer-size", "2000"))
+SMALLER |= {"ppo_continuous_action --num-envs 1024": ("--num-steps", "4")}
+SMALLER |= {"ppo_atari_envpool": ("--num-envs", "2", "--num-steps", "16")}
 LIBDEVICE = {"exp": np.exp, "log1p": np.log1p, "pow": np.power, "signbit": np.signbit, "tanh": np.tanh}
 
 

@@ -13,17 +13,21 @@ Exit status: 0 all runs are timed, 1 some failed, 2 a bad argument.
 """
 
 import os
+import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
-from benchmark import LEANRL, ROOT
+from benchmark import LEANRL, RESULTS, ROOT
+from benchmark.collection import COLLECTION
 from benchmark.machine import provenance, run_for_summary
-from benchmark.report import results, tables
-from benchmark.sweep.runs import TASKS
+from benchmark.modes import MODES, PEERS
+from benchmark.report import results
+from benchmark.report.tables import by, by_machine, markdown, ratio, spread
 from benchmark.terminal import check_interpreter, check_names, lines_of_output
 
 # Steps of a rollout and rows of a minibatch with n environments: of continuous actions the defaults with one
@@ -35,6 +39,51 @@ SIZES = {
 NUM_ENVS = {"ppo_continuous_action": (1, 4, 16, 64, 256), "ppo": (4, 64)}
 EPOCHS = {"ppo_continuous_action": 10, "ppo": 4}
 STEPS = {"gymnasium": 60_000, "envpool": 120_000, "cleanrl": 10_000, "sb3": 10_000, "sbx": 10_000}
+
+
+# Columns of the table.
+BACKENDS = {mode: MODES[mode].label for mode in PEERS}
+BACKENDS |= {"gymnasium": "LeanRL", "envpool": "LeanRL, EnvPool"}
+
+
+class Line(results.Timing):
+    """A run with so many environments."""
+
+    script: str
+    env_id: str
+    mode: Literal[*BACKENDS]
+    num_envs: int
+    seed: int
+    sps: float
+
+
+check = results.check_of(Line)
+
+
+@by_machine
+def table(lines: list[dict]) -> str:
+    """Steps/s by number of environments and what steps them, and EnvPool's beside the best other."""
+    rows = []
+    for (script, env_id, num_envs), group in by(lines, "script", "env_id", "num_envs").items():
+        modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
+        speeds = [spread([line["sps"] for line in modes[mode]]) if mode in modes else "" for mode in BACKENDS]
+        others = [modes[mode] for mode in PEERS if mode in modes]
+        best = max(others, key=lambda runs: statistics.median(line["sps"] for line in runs), default=None)
+        beside = [ratio(modes["envpool"], best) if best and "envpool" in modes else ""]
+        rows.append([f"{script}, {env_id}, {num_envs}", *speeds, *beside])
+    header = ["steps/s by number of environments", *BACKENDS.values(), "EnvPool x the best other library"]
+    return markdown(header, rows)
+
+
+def published_runs(num_envs: int) -> list[dict]:
+    """The published runs with so many environments, as lines of a sweep; ours are EnvPool's."""
+    path, runs = RESULTS / "environments.jsonl", []
+    for line in results.read(path, check) if path.exists() else []:
+        if line["num_envs"] == num_envs and line["mode"] != "gymnasium":
+            name = f"{line['env_id']}, {num_envs} environments (ours: EnvPool's)"
+            mode = "compile" if line["mode"] == "envpool" else line["mode"]
+            runs.append(line | {"algorithm": line["script"], "env_id": name, "mode": mode})
+    return runs
 
 
 @dataclass
@@ -57,7 +106,7 @@ def command(script: str, mode: str, num_envs: int, seed: int, peers: Path | None
     rollout = num_steps * num_envs
     rollouts = max(4, STEPS[mode] // rollout) + (2 if mode == "sbx" else 0)
     sizes = {"num-envs": num_envs, "num-steps": num_steps, "total-timesteps": rollouts * rollout}
-    sizes |= {"env-id": TASKS[script].env_id, "seed": seed}
+    sizes |= {"env-id": COLLECTION[script].env_id, "seed": seed}
     minibatches = {"num-minibatches": rollout // batch_size, "update-epochs": EPOCHS[script]}
     if mode in ("gymnasium", "envpool"):
         program = [sys.executable, LEANRL / f"{script}_torchcompile.py", "--compile", "--no-cuda"]
@@ -76,7 +125,7 @@ def measure(script: str, mode: str, num_envs: int, seed: int, peers: Path | None
     run = command(script, mode, num_envs, seed, peers)
     with tempfile.TemporaryDirectory() as folder:
         summary, _ = run_for_summary(run, Path(folder))
-    line = {"format": results.FORMAT, "status": "ok", "script": script, "env_id": TASKS[script].env_id}
+    line = {"format": results.FORMAT, "status": "ok", "script": script, "env_id": COLLECTION[script].env_id}
     line |= {"mode": mode, "num_envs": num_envs, "seed": seed, "sps": summary["sps"]}
     return line | provenance(tuple(run[:2]), dict(os.environ), None)
 
@@ -85,7 +134,7 @@ def main() -> int:
     args = tyro.cli(Args)
     check_names("scripts", args.scripts, SIZES)
     check_interpreter("peers", args.peers)
-    lines_of_output(args.output, results.check_environments)
+    lines_of_output(args.output, check)
     lines, failed = [], False
     for seed in range(1, args.rounds + 1):
         for script in args.scripts:
@@ -99,8 +148,8 @@ def main() -> int:
                         continue
                     print(f"{script} {mode} {num_envs}: {lines[-1]['sps']:.0f} steps/s", flush=True)
                     if args.output:
-                        results.replace(args.output, lines, results.check_environments)
-    print(tables.environments_table(lines))
+                        results.replace(args.output, lines, check)
+    print(table(lines))
     return int(failed)
 
 

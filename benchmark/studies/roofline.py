@@ -11,7 +11,6 @@ replaced.
 
 import os
 import runpy
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,29 +19,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-import torch
 import tyro
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmark import LEANRL
-from benchmark.machine import provenance, summary_of
+from benchmark.collection import COLLECTION
+from benchmark.machine import provenance, run_for_summary
 from benchmark.report import results
-from benchmark.report.tables import roofline_table
+from benchmark.report.tables import by_machine, markdown
 from benchmark.terminal import check_names, lines_of_output
 
-# Two lengths of a run, whose difference has no start-up, and the length of the one that is timed.
-LENGTHS = {
-    "sac_continuous_action": (120, 220, 4000),
-    "td3_continuous_action": (120, 220, 4000),
-    "ppo_continuous_action": (2048, 2 * 2048, 30 * 2048),
-    "ppo_atari_envpool": (1024, 2 * 1024, 8 * 1024),
-    "dqn": (300, 700, 60_000),
-}
+
+class Line(results.Timing):
+    """A script's products, and such a machine's speed."""
+
+    script: str
+    torch_threads: int
+    sps: float
+    mflop_per_step: float
+    gflops: float
+
+
+check = results.check_of(Line)
+
+
+@by_machine
+def table(lines: list[dict]) -> str:
+    """What the matrix products alone would allow beside what a compiled run reaches."""
+    rows = []
+    for line in lines:
+        bound = line["gflops"] * 1000 / line["mflop_per_step"]
+        figures = [f"{line['mflop_per_step']:.1f}", str(line["torch_threads"]), f"{line['gflops']:.0f}"]
+        figures += [f"{bound:.0f}", f"{line['sps']:.0f}", f"{line['sps'] / bound:.0%}"]
+        rows.append([line["script"], *figures])
+    header = ["", "MFLOP a step", "threads", "GFLOP/s", "the products alone, steps/s"]
+    return markdown([*header, "compiled, steps/s", "share"], rows)
 
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = tuple(LENGTHS)
+    scripts: tuple[str, ...] = tuple(COLLECTION)
     """eager scripts, whose twins are timed"""
     output: Path | None = None
     """a file of results to write to; its lines of the same scripts are replaced"""
@@ -50,22 +65,31 @@ class Args:
 
 def arguments(script: str, steps: int) -> list[str]:
     """The arguments of a run on the CPU that learns in most of its steps."""
-    starts = [] if script.startswith("ppo") else [f"--learning-starts={100 if steps < 1000 else 1000}"]
+    starts = [] if COLLECTION[script].on_policy else [f"--learning-starts={100 if steps < 1000 else 1000}"]
     return ["--no-cuda", f"--total-timesteps={steps}", *starts]
+
+
+def lengths(script: str) -> tuple[int, int]:
+    """Agent steps of two runs, whose difference has no start-up: whole rollouts, or a few gradient steps."""
+    rollouts = COLLECTION[script].quick // 4
+    return (rollouts, 2 * rollouts) if COLLECTION[script].on_policy else (300, 700)
 
 
 def operations(script: str, steps: int) -> int:
     """The floating-point operations of products and convolutions in a whole run of the eager script."""
     path = str(LEANRL / f"{script}.py")
+    from torch.utils.flop_counter import FlopCounterMode  # `./run.sh report` needs no PyTorch
+
     with FlopCounterMode(display=False) as counter:
         with patch.object(sys, "argv", [path, *arguments(script, steps)]), patch("signal.signal"):
             runpy.run_path(path, run_name="__main__")
     return counter.get_total_flops()
 
 
-def gflops(threads: int) -> float:
-    """Billions of operations a second of the CPU on so many threads, in the best of ten large products."""
-    torch.set_num_threads(threads)
+def gflops() -> float:
+    """Billions of operations a second of the CPU on PyTorch's threads, in the best of ten large products."""
+    import torch
+
     a, b = torch.randn(2, 2048, 2048)
     seconds = []
     for _ in range(10):
@@ -76,48 +100,35 @@ def gflops(threads: int) -> float:
 
 
 def measure(script: str, threads: int) -> dict:
-    """The line of a script."""
-    short, long, timed = LENGTHS[script]
+    """The line of a script, which takes so many threads unless it sets their number itself."""
+    import torch
+
+    torch.set_num_threads(threads)
+    short, long = lengths(script)
     with redirect_stdout(None):
         counted = [operations(script, steps) for steps in (short, long)]
-    threads = 1 if script in ("ppo_continuous_action", "dqn") else threads  # as they set themselves
-    command = [
-        sys.executable,
-        str(LEANRL / f"{script}_torchcompile.py"),
-        "--compile",
-        *arguments(script, timed),
-    ]
-    with Path("stdout.txt").open("wb") as stdout:
-        subprocess.run(command, stdout=stdout, check=True)
-    summary = summary_of(Path("stdout.txt"))
     megaflops = (counted[1] - counted[0]) / (long - short) / 1e6
-    line = {
-        "format": results.FORMAT,
-        "status": "ok",
-        "script": script,
-        "torch_threads": threads,
-        "sps": summary["sps"],
-    }
-    return line | {
-        "mflop_per_step": megaflops,
-        "gflops": gflops(threads),
-        **provenance(tuple(command), dict(os.environ), None),
-    }
+    command = [sys.executable, str(LEANRL / f"{script}_torchcompile.py"), "--compile"]
+    command += arguments(script, COLLECTION[script].speed)
+    summary, _ = run_for_summary(command, Path.cwd())
+    line = {"format": results.FORMAT, "status": "ok", "script": script, "sps": summary["sps"]}
+    line |= {"torch_threads": torch.get_num_threads(), "mflop_per_step": megaflops, "gflops": gflops()}
+    return line | provenance(command, dict(os.environ), None)
 
 
 def main() -> None:
     args = tyro.cli(Args)
-    check_names("scripts", args.scripts, LENGTHS)
-    known = lines_of_output(args.output, results.check_roofline)
+    check_names("scripts", args.scripts, COLLECTION)
+    known = lines_of_output(args.output, check)
+    import torch
+
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         lines = [measure(script, threads) for script in args.scripts]
-    print(roofline_table(lines))
+    print(table(lines))
     if args.output:
         every = {line["script"]: line for line in [*known, *lines]}
-        results.replace(
-            args.output, [every[script] for script in LENGTHS if script in every], results.check_roofline
-        )
+        results.replace(args.output, [every[script] for script in COLLECTION if script in every], check)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ benchmark/results/scaling.jsonl.
 Exit status: 0 all points are timed, 1 some runs failed, 2 a bad argument.
 """
 
+import itertools
 import os
 import re
 import sys
@@ -21,29 +22,105 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
 from benchmark import LEANRL, ROOT
+from benchmark.collection import COLLECTION
 from benchmark.machine import provenance, run_for_summary
-from benchmark.report import results, tables
-from benchmark.sweep.runs import TASKS
+from benchmark.report import plots, results
+from benchmark.report.tables import by, machine_of
 from benchmark.terminal import check_interpreter, check_names, lines_of_output
 
 PEERS = ROOT / "benchmark" / "peers" / "sb3_sbx.py"
 VALUES = {"num_envs": (1, 4, 16, 64, 256), "batch_size": (64, 256, 1024, 4096), "width": (64, 256, 1024)}
-# Environments, batch and width of the defaults.
+# Batch and width of the defaults.
+SIZES = {
+    "sac_continuous_action": (256, 256),
+    "td3_continuous_action": (256, 256),
+    "ppo_continuous_action": (64, 64),
+    "ppo_atari_envpool": (256, 512),
+    "dqn": (128, 120),
+}
 DEFAULTS = {
-    "sac_continuous_action": {"num_envs": 1, "batch_size": 256, "width": 256},
-    "td3_continuous_action": {"num_envs": 1, "batch_size": 256, "width": 256},
-    "ppo_continuous_action": {"num_envs": 1, "batch_size": 64, "width": 64},
-    "ppo_atari_envpool": {"num_envs": 8, "batch_size": 256, "width": 512},
-    "dqn": {"num_envs": 1, "batch_size": 128, "width": 120},
+    script: {"num_envs": COLLECTION[script].num_envs, "batch_size": batch, "width": width}
+    for script, (batch, width) in SIZES.items()
 }
 STARTS = 512  # agent steps of SAC, TD3 and DQN before they learn: whole steps of any number of environments
 # Agent steps that are timed, some seconds; of PPO at least two rollouts. DQN explores by the share of them
 # that is over.
 LONG = {"ppo_continuous_action": 50_000, "ppo_atari_envpool": 4_000, "dqn": 20_480}
+# What the axes are called in the plot, and what costs along them.
+AXES = {"num_envs": "environments", "batch_size": "batch", "width": "width"}
+UNITS = {"num_envs": "agent step", "batch_size": "row of a batch", "width": "gradient step"}
+HUES, MARKERS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#000000", "#CC79A7", "#56B4E9"), "os^PDv"
+LOOKS = zip(itertools.cycle(HUES), itertools.cycle(MARKERS), strict=False)
+STYLES = dict(zip(COLLECTION, LOOKS, strict=False))
+
+
+class Line(results.Timing):
+    """A run with one size changed."""
+
+    script: str
+    mode: Literal["compile", "sbx"]
+    axis: Literal[*AXES]
+    value: int
+    sps: float
+    updates_per_second: float
+    peak_memory_mb: float
+
+
+check = results.check_of(Line)
+
+
+def unit_cost(line: dict) -> float:
+    """Microseconds of an agent step, row of a batch learnt from, or gradient step, as the axis asks."""
+    if line["axis"] == "num_envs":
+        return 1e6 / line["sps"]
+    return 1e6 / line["updates_per_second"] / (line["value"] if line["axis"] == "batch_size" else 1)
+
+
+def binding(lines: list[dict]) -> dict | None:
+    """Of the lines along one axis, in order, the first from which on another resource binds, if there is one.
+
+    Of environments and batches: from which on more of them save less than a quarter of what one costs. Of
+    widths, whose products grow with the square: at which a gradient step takes twice what it takes at the
+    smallest.
+    """
+    costs = [unit_cost(line) for line in lines]
+    if lines[0]["axis"] == "width":
+        return next((line for line, cost in zip(lines, costs, strict=True) if cost >= 2 * costs[0]), None)
+    rest = range(len(lines) - 1)  # of the largest nothing is known
+    return next((lines[index] for index in rest if costs[index] <= 4 / 3 * min(costs[index:])), None)
+
+
+def plot(lines: list[dict], curves: list[dict]):
+    """Cost against sizes: a panel an axis, a marker a script, filled where another resource binds."""
+    heading = "What an agent step, a row of a batch and a gradient step cost, by size"
+    figure, axes = plots.panels(len(AXES) + 1, heading)
+    for axis, (name, title) in zip(axes, AXES.items(), strict=False):
+        along = [line for line in lines if line["axis"] == name]
+        for (script, mode), group in by(along, "script", "mode").items():
+            group = sorted(group, key=lambda line: line["value"])
+            colour, marker = STYLES[script]
+            points = ([line["value"] for line in group], [unit_cost(line) for line in group])
+            if mode == "sbx":
+                axis.plot(*points, color=colour, linestyle="--", linewidth=1, label=f"{script}: SBX")
+                continue
+            style = {"color": colour, "marker": marker, "markersize": 7, "markerfacecolor": "white"}
+            axis.plot(*points, label=script, **style)
+            if bound := binding(group):
+                axis.plot(bound["value"], unit_cost(bound), color=colour, marker=marker, markersize=9)
+        axis.set(xscale="log", yscale="log", xlabel=title, ylabel=f"microseconds per {UNITS[name]}")
+        values = [line["value"] for line in along]
+        axis.set_xticks([4**power for power in range(7) if min(values) <= 4**power <= max(values)])
+        axis.xaxis.set_major_formatter("{x:.0f}")
+        axis.minorticks_off()
+    axes[len(AXES)].axis("off")
+    axes[len(AXES)].legend(*axes[0].get_legend_handles_labels(), loc="center", frameon=False)
+    figure.supxlabel(plots.below(lines), fontsize=8, color="#555555")
+    return figure
 
 
 @dataclass
@@ -75,43 +152,38 @@ class Measurement:
     def num_steps(self) -> int:
         """Of PPO, the steps of a rollout in each environment: in all as many as by default, or a batch."""
         envs, batch = self.sizes["num_envs"], self.sizes["batch_size"]
-        return max(128, batch // envs, (1024 if "atari" in self.script else 2048) // envs)
+        return max(128, batch // envs, (1024 if COLLECTION[self.script].actions == "atari" else 2048) // envs)
 
     @property
     def arguments(self) -> dict[str, int]:
         """The arguments of the script, for a run of some seconds or, of PPO, at least two rollouts."""
         envs, batch, width = self.sizes.values()
-        if not self.script.startswith("ppo"):
+        if not COLLECTION[self.script].on_policy:
             cost = max(1, batch / 256) * max(1, width / 256) ** 1.5
             steps = STARTS + LONG.get(self.script, max(128, int(1536 / cost)))
-            return {
-                "num-envs": envs,
-                "batch-size": batch,
-                "learning-starts": STARTS,
-                "total-timesteps": steps,
-            }
+            lengths = {"learning-starts": STARTS, "total-timesteps": steps}
+            return {"num-envs": envs, "batch-size": batch, **lengths}
         rollout = envs * self.num_steps
-        steps = {
-            "num-steps": self.num_steps,
-            "total-timesteps": max(2, LONG[self.script] // rollout) * rollout,
-        }
-        return {"num-envs": envs, "num-minibatches": rollout // batch, **steps}
+        total = max(2, LONG[self.script] // rollout) * rollout
+        lengths = {"num-steps": self.num_steps, "total-timesteps": total}
+        return {"num-envs": envs, "num-minibatches": rollout // batch, **lengths}
 
     @property
     def updates_per_step(self) -> float:
         """Gradient steps per agent step."""
-        if not self.script.startswith("ppo"):
+        if not COLLECTION[self.script].on_policy:
             return 0.1 if self.script == "dqn" else 1.0
-        return (4 if "atari" in self.script else 10) / self.sizes["batch_size"]
+        return (4 if COLLECTION[self.script].actions == "atari" else 10) / self.sizes["batch_size"]
 
     def command(self, folder: Path, peers: Path | None) -> tuple[str, ...]:
         """The command that runs it; a copy of the script is made in `folder`."""
         if self.mode == "sbx":
             envs, batch, width = self.sizes.values()
+            algorithm = COLLECTION[self.script]
             given = {key: value for key, value in self.arguments.items() if key != "num-minibatches"}
-            given |= {"env-id": TASKS[self.script].env_id, "seed": 1, "batch-size": batch, "width": width}
+            given |= {"env-id": algorithm.env_id, "seed": 1, "batch-size": batch, "width": width}
             settle = 2 * envs * self.num_steps  # agent steps in which JAX compiles
-            if not self.script.startswith("ppo"):
+            if not COLLECTION[self.script].on_policy:
                 # Of DQN also what acts, which is first asked at the first action that is not random.
                 settle = given["settle"] = max(1024 if self.script == "dqn" else 32, 2 * envs)
             given["total-timesteps"] += settle
@@ -128,7 +200,7 @@ class Measurement:
 def widened(script: str, width: int) -> str:
     """The text of a twin whose networks have another width."""
     text = (LEANRL / f"{script}_torchcompile.py").read_text()
-    [networks] = re.findall(r"^# ---- Networks .*?^if __name__", text, re.DOTALL | re.MULTILINE)
+    [networks] = re.findall(r"^# ---- Networks .*?(?=^# ---- |^if )", text, re.DOTALL | re.MULTILINE)
     return text.replace(networks, re.sub(rf"\b{DEFAULTS[script]['width']}\b", str(width), networks))
 
 
@@ -138,7 +210,7 @@ def points(args: Args) -> Iterator[Measurement]:
         for axis in args.axes:
             for value in sorted({*VALUES[axis], DEFAULTS[script][axis]}):
                 yield Measurement(script, "compile", axis, value)
-                if args.peers and "sbx" in TASKS[script].peers:
+                if args.peers and COLLECTION[script].sbx:
                     yield Measurement(script, "sbx", axis, value)
 
 
@@ -148,14 +220,8 @@ def measure(point: Measurement, peers: Path | None) -> dict:
         folder = Path(name)
         command = point.command(folder, peers)
         summary, memory = run_for_summary(command, folder)
-    line = {
-        "format": results.FORMAT,
-        "status": "ok",
-        "script": point.script,
-        "mode": point.mode,
-        "axis": point.axis,
-        "value": point.value,
-    }
+    line = {"format": results.FORMAT, "status": "ok", "script": point.script, "mode": point.mode}
+    line |= {"axis": point.axis, "value": point.value}
     line |= {"sps": summary["sps"], "updates_per_second": summary["sps"] * point.updates_per_step}
     line |= {"peak_memory_mb": round(memory, 1)}
     original = PEERS if point.mode == "sbx" else LEANRL / f"{point.script}_torchcompile.py"
@@ -167,7 +233,7 @@ def main() -> int:
     for name, known in (("scripts", DEFAULTS), ("axes", VALUES)):
         check_names(name, getattr(args, name), known)
     check_interpreter("peers", args.peers)
-    lines = lines_of_output(args.output, results.check_scaling)
+    lines = lines_of_output(args.output, check)
     now, failed = provenance((sys.executable, str(PEERS)), dict(os.environ), None), False
     timed = {name_of(line): line for line in lines if same_code_and_machine(line, now)}
     by_command: dict[tuple, dict] = {}  # the default sizes are on every axis, and timed once
@@ -183,13 +249,11 @@ def main() -> int:
                 continue
         by_command[key] = line | {"axis": point.axis, "value": point.value}
         timed[name_of(by_command[key])] = by_command[key]
-        print(
-            f"{point.script} {point.mode} {point.axis} {point.value}: {line['sps']:.0f} steps/s", flush=True
-        )
+        name = f"{point.script} {point.mode} {point.axis} {point.value}"
+        print(f"{name}: {line['sps']:.0f} steps/s", flush=True)
         if args.output:
             others = [old for old in lines if name_of(old) not in timed]
-            results.replace(args.output, sorted([*others, *timed.values()], key=place), results.check_scaling)
-    print(tables.scaling_table(list(timed.values())))
+            results.replace(args.output, sorted([*others, *timed.values()], key=place), check)
     return int(failed)
 
 
@@ -197,7 +261,7 @@ def same_code_and_machine(line: dict, now: dict) -> bool:
     """Whether a line would be measured again as it is; a checkout with changes is never the same."""
     commit = now["git_commit"]
     known = commit is not None and not commit.endswith("-dirty")
-    return known and line["git_commit"] == commit and tables.machine_of(line) == tables.machine_of(now)
+    return known and line["git_commit"] == commit and machine_of(line) == machine_of(now)
 
 
 def name_of(line: dict) -> tuple[str, str, str, int]:

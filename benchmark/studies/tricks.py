@@ -8,320 +8,40 @@ observations, 6 actions, batches of 256, two critics of 256 and 256 units. PPO: 
 else may run meanwhile. The file that --output names is written anew, one line a figure.
 """
 
-import copy
-import itertools
 import os
-import statistics
 import sys
-import time
-from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
-import torch.nn.functional as F
 import tyro
-from torch import Tensor, nn, optim
-from torch.func import functional_call, stack_module_state, vmap
 
 from benchmark.machine import provenance
 from benchmark.report import results
-from benchmark.report.tables import tricks_table
+from benchmark.report.tables import by_machine, markdown
 from benchmark.terminal import lines_of_output
 
-OBS, ACTIONS, BATCH, ROUNDS = 17, 6, 256, 15
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+class Line(results.Timing):
+    """What a call of one variant takes."""
+
+    title: str
+    variant: str
+    microseconds: float
+    threads: int | None
 
 
-def synchronize() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
+check = results.check_of(Line)
 
 
-def compare(title: str, calls: int, **variants: Callable[[], object]) -> list[dict]:
-    """Time variants of one thing, interleaved: a line for each, with the microseconds that a call takes."""
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for round_index in range(ROUNDS + 1):
-        for name, variant in variants.items():
-            synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                variant()
-            synchronize()
-            if round_index:  # the first round warms up
-                seconds[name].append((time.perf_counter() - start) / calls)
-    return [
-        {"title": title, "variant": name.replace("_", " "), "microseconds": statistics.median(values) * 1e6}
-        for name, values in seconds.items()
-    ]
-
-
-class SingleCritic(nn.Module):
-    """One critic as a plain module: (batch, obs + actions) to (batch,)."""
-
-    def __init__(self):
-        super().__init__()
-        sizes = (OBS + ACTIONS, 256, 256, 1)
-        self.layers = nn.ModuleList(nn.Linear(a, b, device=DEVICE) for a, b in itertools.pairwise(sizes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers[:-1]:
-            x = layer(x).relu()
-        return self.layers[-1](x).squeeze(1)
-
-
-class BatchedCritics(nn.Module):
-    """Two critics as batched matrix products, as in the scripts: (batch, obs + actions) to (2, batch)."""
-
-    def __init__(self):
-        super().__init__()
-        one, other = SingleCritic(), SingleCritic()
-        pairs = list(zip(one.layers, other.layers, strict=True))
-        self.weights = nn.ParameterList(
-            torch.stack([a.weight.detach().T, b.weight.detach().T]) for a, b in pairs
-        )
-        self.biases = nn.ParameterList(
-            torch.stack([a.bias.detach(), b.bias.detach()])[:, None] for a, b in pairs
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.expand(2, -1, -1)
-        for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            x = torch.bmm(x, weight) + bias
-            x = x.relu() if index < 2 else x
-        return x.squeeze(-1)
-
-
-def critics() -> list[dict]:
-    x = torch.randn(BATCH, OBS + ACTIONS, device=DEVICE)
-    ensemble = BatchedCritics()
-    pair = [SingleCritic(), SingleCritic()]
-    stacked, _ = stack_module_state(pair)
-    skeleton = copy.deepcopy(pair[0]).to("meta")
-
-    def batched() -> None:
-        ensemble(x).square().mean().backward()
-
-    def vmapped() -> None:
-        values = vmap(lambda params: functional_call(skeleton, params, (x,)))(stacked)
-        values.square().mean().backward()
-
-    def one_by_one() -> None:
-        torch.stack([critic(x) for critic in pair]).square().mean().backward()
-
-    rows = compare(
-        "two critics, forward and backward", 20, batched_layer=batched, vmap=vmapped, one_by_one=one_by_one
-    )
-    compiled = {f"{call.__name__}_compiled": torch.compile(call) for call in (batched, vmapped, one_by_one)}
-    return rows + compare("the same", 20, **compiled)
-
-
-def sampling() -> list[dict]:
-    sizes = [OBS, ACTIONS, 1, 1, OBS]
-    rows = torch.randn(1_000_000, sum(sizes), device=DEVICE)
-    columns = [torch.randn(1_000_000, size, device=DEVICE) for size in sizes]
-    once = torch.randn(1_000_001, OBS + ACTIONS + 2, device=DEVICE)
-    next_row = torch.arange(1, 1_000_001, device=DEVICE)
-    indices = torch.randint(1_000_000, (BATCH,), device=DEVICE)
-    return compare(
-        "a batch out of a million transitions",
-        200,
-        one_index_select=lambda: rows.index_select(0, indices),
-        one_indexing=lambda: rows[indices],
-        observations_stored_once=lambda: (
-            once.index_select(0, indices),
-            once.index_select(0, next_row.index_select(0, indices)),
-        ),
-        a_tensor_a_field=lambda: [column[indices] for column in columns],
-    )
-
-
-def optimizers() -> list[dict]:
-    variants = {}
-    for name, options in {
-        "fused": {"fused": True},
-        "foreach": {"foreach": True},
-        "loop": {"foreach": False},
-    }.items():
-        critic = BatchedCritics()
-        for parameter in critic.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        variants[name] = optim.Adam(critic.parameters(), **options).step
-    return compare("a step of Adam on the critics", 50, **variants)
-
-
-def gradients() -> list[dict]:
-    obs = torch.randn(BATCH, OBS, device=DEVICE)
-    critic = BatchedCritics()
-    layers = (
-        nn.Linear(OBS, 256),
-        nn.ReLU(),
-        nn.Linear(256, 256),
-        nn.ReLU(),
-        nn.Linear(256, ACTIONS),
-        nn.Tanh(),
-    )
-    actor = nn.Sequential(*layers).to(DEVICE)
-    actor_params = list(actor.parameters())
-
-    def loss() -> Tensor:
-        return critic(torch.cat([obs, actor(obs)], dim=1)).mean()
-
-    return compare(
-        "the actor's gradient",
-        20,
-        inputs_named=lambda: loss().backward(inputs=actor_params),
-        critics_too=lambda: loss().backward(),
-    )
-
-
-def targets() -> list[dict]:
-    """The twins have one tensor a network."""
-    one, other = ([p.detach() for p in BatchedCritics().parameters()] for _ in range(2))
-    flat_one, flat_other = (nn.utils.parameters_to_vector(tensors) for tensors in (one, other))
-
-    def loop() -> None:
-        for target, parameter in zip(one, other, strict=True):
-            target.lerp_(parameter, 0.005)
-
-    return compare(
-        "target networks",
-        100,
-        one_tensor=lambda: flat_one.lerp_(flat_other, 0.005),
-        foreach=lambda: torch._foreach_lerp_(one, other, 0.005),
-        loop=loop,
-    )
-
-
-def denormals() -> list[dict]:
-    """Adam on weights whose gradient has been zero for long: flushed and not."""
-    variants = {}
-    for name, first_moment in {"flushed_to_zero": 0.0, "denormal": 1e-40}.items():
-        weight = torch.zeros(256, 256, device=DEVICE, requires_grad=True)
-        weight.grad = torch.zeros_like(weight)
-        optimizer = optim.Adam([weight], fused=True)
-        optimizer.step()
-        optimizer.state[weight]["exp_avg"].fill_(first_moment)
-
-        def step(
-            optimizer: optim.Adam = optimizer, weight: Tensor = weight, first_moment: float = first_moment
-        ) -> None:
-            optimizer.state[weight]["exp_avg"].fill_(first_moment)
-            optimizer.step()
-
-        variants[name] = step
-    return compare("a step of Adam on dead weights", 50, **variants)
-
-
-def advantages() -> list[dict]:
-    deltas, discounts = torch.randn(2048, 1, device=DEVICE), torch.full((2048, 1), 0.94, device=DEVICE)
-
-    def doubling() -> Tensor:
-        sums, factors, shift = deltas, discounts, 1
-        while shift < len(deltas):
-            sums = sums + factors * F.pad(sums[shift:], (0, 0, 0, shift))
-            factors = factors * F.pad(factors[shift:], (0, 0, 0, shift))
-            shift *= 2
-        return sums
-
-    def loop() -> Tensor:
-        sums, following = torch.empty_like(deltas), torch.zeros_like(deltas[0])
-        for step in range(len(deltas) - 1, -1, -1):
-            sums[step] = following = deltas[step] + discounts[step] * following
-        return sums
-
-    return compare(
-        "advantages of 2048 steps", 2, doubling=doubling, doubling_compiled=torch.compile(doubling), loop=loop
-    )
-
-
-def acting(num_envs: int) -> list[dict]:
-    obs = torch.randn(num_envs, OBS)
-    actor = nn.Sequential(nn.Linear(OBS, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, ACTIONS))
-    layers = [[parameter.detach().numpy() for parameter in layer.parameters()] for layer in actor]
-    host_obs, on_device = obs.numpy(), copy.deepcopy(actor).to(DEVICE)
-
-    def in_numpy() -> np.ndarray:
-        x = host_obs
-        for params in layers:
-            x = x @ params[0].T + params[1] if params else np.tanh(x)
-        return x
-
-    def in_pytorch() -> np.ndarray:
-        with torch.no_grad():
-            return on_device(obs.to(DEVICE)).cpu().numpy()
-
-    compiled = torch.compile(in_pytorch)
-    variants = {"in_numpy": in_numpy, "in_pytorch": in_pytorch, "compiled": compiled}
-    return compare(f"PPO's actions for {num_envs} environments", 200, **variants)
-
-
-def exploring(num_envs: int) -> list[dict]:
-    obs, epsilon = torch.randn(num_envs, 4), torch.tensor(0.1)
-    network = nn.Sequential(nn.Linear(4, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 2))
-    layers = [[parameter.detach().numpy() for parameter in layer.parameters()] for layer in network[::2]]
-    host_obs, on_device, share = obs.numpy(), copy.deepcopy(network).to(DEVICE), epsilon.to(DEVICE)
-
-    def in_numpy() -> np.ndarray:
-        values = host_obs
-        for weight, bias in layers[:-1]:
-            values = (values @ weight.T + bias).clip(min=0)
-        values = values @ layers[-1][0].T + layers[-1][1]
-        explores, random = torch.rand(num_envs) < epsilon, torch.randint(2, (num_envs,))
-        return np.where(explores.numpy(), random.numpy(), values.argmax(axis=1))
-
-    def in_pytorch() -> np.ndarray:
-        with torch.no_grad():
-            values = on_device(obs.to(DEVICE))
-            best = values.argmax(dim=1)
-            explores = torch.rand_like(values[:, 0]) < share
-            return torch.where(explores, torch.randint_like(best, 2), best).cpu().numpy()
-
-    variants = {"in_numpy": in_numpy, "in_pytorch": in_pytorch, "compiled": torch.compile(in_pytorch)}
-    return compare(f"DQN's actions for {num_envs} environments", 200, **variants)
-
-
-def convolutions() -> list[dict]:
-    frames = torch.randint(256, (BATCH, 84, 84, 4), dtype=torch.uint8, device=DEVICE)
-    variants = {}
-    for name in ("channels_last", "channels_first"):
-        layers = (
-            nn.Conv2d(4, 32, 8, 4),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, 4, 2),
-            nn.ReLU(),
-            nn.Conv2d(64, 64, 3),
-            nn.ReLU(),
-        )
-        memory_format = torch.channels_last if name == "channels_last" else torch.contiguous_format
-        network = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 7 * 7, 512)).to(
-            DEVICE, memory_format=memory_format
-        )
-        x = frames.permute(0, 3, 1, 2).contiguous(memory_format=memory_format)
-        variants[name] = lambda network=network, x=x: network(x / 255.0).square().mean().backward()
-    return compare("a minibatch of frames, forward and backward", 2, **variants)
-
-
-def habits() -> list[dict]:
-    critic = SingleCritic()
-    x = torch.randn(BATCH, 256, device=DEVICE)
-    args = Namespace(gamma=0.99)
-    gamma = args.gamma
-
-    def moved() -> Tensor:
-        return torch.randn(BATCH, ACTIONS).to(DEVICE)
-
-    rows = compare(
-        "train() and eval()", 200, neither=lambda: None, both=lambda: (critic.eval(), critic.train())
-    )
-    rows += compare("args.gamma", 2000, read_once=lambda: gamma, read_each_time=lambda: args.gamma)
-    rows += compare(
-        "arithmetic", 200, out_of_place=lambda: x * 2 + 1, in_place=lambda: x.clone().mul_(2).add_(1)
-    )
-    born = {"on_the_device": lambda: torch.randn(BATCH, ACTIONS, device=DEVICE), "moved_there": moved}
-    return rows + (compare("noise born", 200, **born) if DEVICE.type == "cuda" else [])
+@by_machine
+def table(lines: list[dict]) -> str:
+    """Microseconds a call of each variant, and the ratio to the first one of its title."""
+    rows, first = [], {}
+    for line in lines:
+        base = first.setdefault(line["title"], line["microseconds"])
+        figures = [f"{line['microseconds']:.2f}", f"{line['microseconds'] / base:.2f}" if base > 0.1 else ""]
+        rows.append([f"{line['title']}: {line['variant']}", *figures])
+    return markdown(["", "microseconds a call", "x the first of its name"], rows)
 
 
 @dataclass
@@ -332,18 +52,15 @@ class Args:
 
 def main() -> None:
     args = tyro.cli(Args)
-    lines_of_output(args.output, results.check_figure)
-    off_policy = [*denormals(), *critics(), *sampling(), *optimizers(), *gradients(), *targets()]
-    figures = [*off_policy, *advantages()]
-    figures += [line for num_envs in (1, 256, 1024) for line in acting(num_envs)]
-    figures += [line for num_envs in (1, 64, 256) for line in exploring(num_envs)]
-    figures += [*convolutions(), *habits()]
-    gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else None
-    made_with = provenance((sys.executable, __file__), dict(os.environ), gpu)
-    lines = [{"format": results.FORMAT, "status": "ok", **figure, **made_with} for figure in figures]
-    print(tricks_table(lines))
+    lines_of_output(args.output, check)
+    from benchmark.studies import variants  # takes PyTorch, which `./run.sh report` need not
+
+    made_with = provenance((sys.executable, __file__), dict(os.environ), variants.gpu())
+    about = {"format": results.FORMAT, "status": "ok"}
+    lines = [about | figure | made_with for figure in variants.figures()]
+    print(table(lines))
     if args.output:
-        results.replace(args.output, lines, results.check_figure)
+        results.replace(args.output, lines, check)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from uuid import uuid4
 
 from benchmark import ROOT
 from benchmark.machine import commit, git
+from benchmark.modes import PEERS
 from benchmark.report import results
 from benchmark.sweep.process import SAVE_SECONDS, checkpoints
-from benchmark.sweep.runs import PEERS, Run
+from benchmark.sweep.runs import Run
 from benchmark.terminal import refuse, say
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import pynvml
 
 from benchmark.machine import children_usage, provenance, summary_of
-from benchmark.sweep.curve import grouped, in_groups, logged
+from benchmark.report.curve import grouped, in_groups, logged
 
 SAMPLE_SECONDS = 0.5
 SAVE_SECONDS = 25  # for a last checkpoint; the sweep waits longer, Slurm kills after 30

@@ -7,91 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmark import LEANRL, ROOT
-from benchmark.report.tables import PEERS
+from benchmark.collection import COLLECTION
+from benchmark.modes import CUDA_MODES, MODES, PEERS, SEEDS
 from benchmark.terminal import check_interpreter, check_names, refuse
-
-# The suffix of the script and its flags; of a library, None.
-MODES = {
-    "eager": ("", ()),
-    "twin": ("_torchcompile", ()),
-    "compile": ("_torchcompile", ("--compile",)),
-    "cudagraphs": ("_torchcompile", ("--cudagraphs",)),
-    "both": ("_torchcompile", ("--compile", "--cudagraphs")),
-    "tf32": ("_torchcompile", ("--compile", "--cudagraphs", "--matmul-precision=high")),
-    # As many agents in a process as that script trains by default, whose seeds count up from that of the run.
-    "seeds": ("_seeds", ("--compile",)),
-    "seeds_both": ("_seeds", ("--compile", "--cudagraphs")),
-    "cleanrl": None,
-    "sb3": None,
-    "sbx": None,
-}
-SEEDS = ("seeds", "seeds_both")
-CUDA_MODES = ("cudagraphs", "both", "tf32", "seeds_both")
-MUJOCO = ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4")
-
-
-@dataclass(frozen=True)
-class Task:
-    """What a script does in each profile: agent steps, and those with random actions before it learns."""
-
-    quick: int
-    speed: int
-    full: int
-    """and in the profile learning"""
-    learning_env_ids: tuple[str, ...]
-    """environments of the profile learning"""
-    learning_seeds: tuple[int, ...]
-    """and its seeds"""
-    learning_starts: int | None = None
-    """in the long profiles; at most 1000 in the others, for SPS counts from the first step that learns"""
-    env_id: str = "HalfCheetah-v4"
-    """the environment of the other profiles"""
-    env_option: str = "env_ids"
-    """the argument of a sweep that names its environments"""
-    peers: tuple[str, ...] = PEERS
-    """the libraries that do it"""
-
-
-TASKS = {
-    "sac_continuous_action": Task(3000, 6000, 1_000_000, MUJOCO, (1, 2, 3), learning_starts=5_000),
-    "td3_continuous_action": Task(3000, 6000, 1_000_000, MUJOCO, (1, 2, 3), learning_starts=25_000),
-    "ppo_continuous_action": Task(
-        quick=20 * 2048,
-        speed=30 * 2048,
-        full=1_000_000,
-        learning_env_ids=(*MUJOCO, "Ant-v4", "InvertedPendulum-v4", "Reacher-v4", "Humanoid-v4"),
-        learning_seeds=tuple(range(1, 11)),
-    ),
-    "ppo": Task(
-        quick=100 * 512,
-        speed=200 * 512,
-        full=500_000,
-        learning_env_ids=("CartPole-v1", "Acrobot-v1", "MountainCar-v0"),
-        learning_seeds=tuple(range(1, 11)),
-        env_id="CartPole-v1",
-        env_option="discrete_env_ids",
-    ),
-    "ppo_atari_envpool": Task(
-        quick=8 * 1024,
-        speed=12 * 1024,
-        full=10_000_000,
-        learning_env_ids=("Pong-v5", "Breakout-v5"),
-        learning_seeds=(1, 2),
-        env_id="Breakout-v5",
-        env_option="atari_env_ids",
-        peers=("cleanrl", "sb3"),  # SBX has no policy for images
-    ),
-    "dqn": Task(
-        quick=30_000,
-        speed=60_000,
-        full=500_000,
-        learning_env_ids=("CartPole-v1", "Acrobot-v1", "MountainCar-v0"),
-        learning_seeds=(1, 2, 3, 4, 5),
-        learning_starts=10_000,
-        env_id="CartPole-v1",
-        env_option="discrete_env_ids",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -115,11 +33,24 @@ PROFILES = {
 }
 
 
+# Arguments of the scripts that a sweep sets itself, and what to use instead.
+OWN = {
+    "env-id": "--env-ids, --discrete-env-ids or --atari-env-ids",
+    "seed": "--seeds",
+    "total-timesteps": "--total-timesteps",
+    "checkpoint-every": "--checkpoint-every",
+    "compile": "--modes",
+    "cudagraphs": "--modes",
+    "resume": "--folder, whose runs go on from their checkpoints",
+    "evaluate": "the script itself, for a sweep trains",
+}
+
+
 @dataclass
 class Args:
     profile: str = "quick"
     """quick, speed, full or learning: steps, and the defaults of modes, seeds, environments and time limit"""
-    scripts: tuple[str, ...] = tuple(TASKS)
+    scripts: tuple[str, ...] = tuple(COLLECTION)
     """eager scripts; the other modes run their siblings"""
     modes: tuple[str, ...] | None = None
     """eager, twin (no flag), compile, cudagraphs, both, tf32 (both with --matmul-precision high); of several
@@ -165,8 +96,7 @@ class Args:
 
 def script_of(algorithm: str, mode: str) -> Path:
     """The script that a mode runs, of modes that are not those of a library."""
-    suffix, _ = MODES[mode]
-    return LEANRL / f"{algorithm}{suffix}.py"
+    return LEANRL / f"{algorithm}{MODES[mode].suffix}.py"
 
 
 @dataclass(frozen=True)
@@ -198,13 +128,18 @@ class Run:
             library = [] if self.mode == "cleanrl" else [self.mode]
             program = ROOT / "benchmark" / "peers" / f"{'cleanrl' if not library else 'sb3_sbx'}.py"
             return [str(peers.absolute()), str(program), *library, self.algorithm, *options]
-        _, flags = MODES[self.mode]
-        return [sys.executable, str(script_of(self.algorithm, self.mode)), *flags, *options]
+        script = str(script_of(self.algorithm, self.mode))
+        return [sys.executable, script, *MODES[self.mode].flags, *options]
+
+
+def further_options(args: Args) -> dict[str, str]:
+    """The arguments of --options, named as the scripts name them."""
+    return {name.replace("_", "-"): value for name, value in args.options.items()}
 
 
 def check_args(args: Args) -> None:
     """Refuse argument values that cannot work."""
-    named = {"profile": PROFILES, "scripts": TASKS, "modes": MODES, "cluster": ("local", "slurm")}
+    named = {"profile": PROFILES, "scripts": COLLECTION, "modes": MODES, "cluster": ("local", "slurm")}
     for name, known in named.items():
         given = getattr(args, name) or ()
         check_names(name, (given,) if isinstance(given, str) else given, known)
@@ -216,6 +151,9 @@ def check_args(args: Args) -> None:
             refuse(f"--{name.replace('_', '-')} takes a number from {low}, got {value}")
     if args.runs_per_gpu > 1 and args.cluster == "slurm":
         refuse("--runs-per-gpu takes 1 on Slurm, which gives each run GPUs of its own")
+    for name in further_options(args):
+        if instead := OWN.get(name.removeprefix("no-")):
+            refuse(f"--options does not take {name}: use {instead}")
     check_interpreter("peers", args.peers)
     if not args.peers and set(args.modes or ()) & set(PEERS):
         refuse(f"--modes {', '.join(PEERS)} need --peers: use ./run.sh peers")
@@ -257,27 +195,28 @@ def select(args: Args, gpus: list[str]) -> list[Run]:
     rounds: dict[int, list[Run]] = {}
     skipped = set()
     for script in args.scripts:
-        task = TASKS[script]
-        steps = args.total_timesteps or getattr(task, "full" if learning else args.profile)
-        learning_starts = task.learning_starts
+        algorithm = COLLECTION[script]
+        steps = args.total_timesteps or getattr(algorithm, "full" if learning else args.profile)
+        learning_starts = algorithm.learning_starts
         if learning_starts is not None and profile.checkpoint_every is None:
             learning_starts = min(1000, steps // 3)
-        env_ids = getattr(args, task.env_option)
+        kind = algorithm.actions
+        env_ids = getattr(args, "env_ids" if kind == "continuous" else f"{kind}_env_ids")
         if env_ids is None:
-            env_ids = task.learning_env_ids if learning else (task.env_id,)
+            env_ids = algorithm.env_ids if learning else (algorithm.env_id,)
         fit = []
         for mode in modes:
             if reason := obstacle(mode, script, args, gpus):
                 skipped.add(f"skipped: {mode} {reason}")
-            elif mode not in PEERS or mode in task.peers:
+            elif mode not in PEERS or getattr(algorithm, mode):
                 fit.append(mode)
-        for seed in args.seeds if args.seeds is not None else profile.seeds or task.learning_seeds:
+        for seed in args.seeds if args.seeds is not None else profile.seeds or algorithm.seeds:
             for env_id in env_ids:
                 for mode in fit:
                     # Libraries and many agents cannot go on from what a sweep finds.
                     every = args.checkpoint_every or profile.checkpoint_every
                     every = None if mode in (*PEERS, *SEEDS) else every
-                    options = tuple(args.options.items())
+                    options = tuple(further_options(args).items())
                     run = Run(script, mode, env_id, seed, steps, learning_starts, every, options)
                     rounds.setdefault(seed, []).append(run)
     for line in sorted(skipped):

@@ -1,0 +1,146 @@
+"""The algorithms of the collection: the one table that the benchmark and the tests read.
+
+    python -m benchmark.collection        a line each: script, actions, environment, on- or off-policy, title
+
+To add an algorithm, add its two files to leanrl/ and its entry below. Tables and plots keep this order.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+# Environments of the long profiles by kind of actions; the first is that of the short ones and of the README.
+ENV_IDS = {
+    "continuous": ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"),
+    "discrete": ("CartPole-v1", "Acrobot-v1", "MountainCar-v0"),
+    "atari": ("Breakout-v5", "Pong-v5"),
+}
+OF_TWO_CRITICS = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss", "actor_loss")
+OF_PPO = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+OF_PPO += ("explained_variance",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """What is known of an eager script and its twin."""
+
+    title: str
+    """what a reader calls it"""
+    actions: Literal["continuous", "discrete", "atari"]
+    """the kind of its actions, and with it of its environments"""
+    quick: int
+    """agent steps of a run in the profile quick"""
+    speed: int
+    """in the profile speed"""
+    losses: tuple[str, ...]
+    """what it logs as losses/..."""
+    full: int = 1_000_000
+    """agent steps in the profiles full and learning"""
+    learning_starts: int | None = None
+    """agent steps with random actions before it learns, in the long profiles; None where it is on-policy"""
+    num_envs: int = 1
+    """environments by default"""
+    more_env_ids: tuple[str, ...] = ()
+    """environments of the profile learning besides those of its kind"""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """seeds of the profile learning"""
+    cleanrl: str | None = None
+    """CleanRL's script; None where it has none"""
+    sb3: str | None = None
+    """Stable-Baselines3's class"""
+    sbx: str | None = None
+    """SBX's class"""
+
+    @property
+    def on_policy(self) -> bool:
+        return self.learning_starts is None
+
+    @property
+    def env_ids(self) -> tuple[str, ...]:
+        """The environments of the profile learning."""
+        return *ENV_IDS[self.actions], *self.more_env_ids
+
+    @property
+    def env_id(self) -> str:
+        """The environment of the other profiles."""
+        return self.env_ids[0]
+
+
+COLLECTION = {
+    "sac_continuous_action": Algorithm(
+        title="SAC",
+        actions="continuous",
+        quick=3000,
+        speed=6000,
+        losses=(*OF_TWO_CRITICS, "alpha", "alpha_loss"),
+        learning_starts=5_000,
+        cleanrl="sac_continuous_action",
+        sb3="SAC",
+        sbx="SAC",
+    ),
+    "td3_continuous_action": Algorithm(
+        title="TD3",
+        actions="continuous",
+        quick=3000,
+        speed=6000,
+        losses=OF_TWO_CRITICS,
+        learning_starts=25_000,
+        cleanrl="td3_continuous_action",
+        sb3="TD3",
+        sbx="TD3",
+    ),
+    "ppo_continuous_action": Algorithm(
+        title="PPO for continuous actions",
+        actions="continuous",
+        quick=20 * 2048,
+        speed=30 * 2048,
+        losses=OF_PPO,
+        more_env_ids=("Ant-v4", "InvertedPendulum-v4", "Reacher-v4", "Humanoid-v4"),
+        seeds=tuple(range(1, 11)),
+        cleanrl="ppo_continuous_action",
+        sb3="PPO",
+        sbx="PPO",
+    ),
+    "ppo": Algorithm(
+        title="PPO for discrete actions",
+        actions="discrete",
+        quick=100 * 512,
+        speed=200 * 512,
+        losses=OF_PPO,
+        full=500_000,
+        num_envs=4,
+        seeds=tuple(range(1, 11)),
+        cleanrl="ppo",
+        sb3="PPO",
+        sbx="PPO",
+    ),
+    "ppo_atari_envpool": Algorithm(
+        title="PPO for Atari",
+        actions="atari",
+        quick=8 * 1024,
+        speed=12 * 1024,
+        losses=OF_PPO,
+        full=10_000_000,
+        num_envs=8,
+        seeds=(1, 2),
+        cleanrl="ppo_atari_envpool",
+        sb3="PPO",  # SBX has no policy for images
+    ),
+    "dqn": Algorithm(
+        title="DQN",
+        actions="discrete",
+        quick=30_000,
+        speed=60_000,
+        losses=("td_loss", "q_values"),
+        full=500_000,
+        learning_starts=10_000,
+        seeds=tuple(range(1, 6)),
+        cleanrl="dqn",
+        sb3="DQN",
+        sbx="DQN",
+    ),
+}
+
+if __name__ == "__main__":
+    for name, algorithm in COLLECTION.items():
+        policy = "on-policy" if algorithm.on_policy else "off-policy"
+        print(name, algorithm.actions, algorithm.env_id, policy, algorithm.title)

@@ -1,0 +1,38 @@
+"""The ways in which an algorithm is run, in the order of tables and plots: the one list of them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What a way of running is called, and the script and flags that it takes."""
+
+    name: str
+    suffix: str | None = None
+    """behind the name of the eager script; None of a library"""
+    flags: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Its name in a table."""
+        return f"{self.name} `{' '.join(self.flags)}`" if self.flags else self.name
+
+
+COMPILE, BOTH = ("--compile",), ("--compile", "--cudagraphs")
+MODES = {
+    "cleanrl": Mode("CleanRL"),
+    "sb3": Mode("Stable-Baselines3"),
+    "sbx": Mode("SBX (JAX)"),
+    "eager": Mode("LeanRL eager", ""),
+    "twin": Mode("LeanRL twin, no flag", "_torchcompile"),
+    "compile": Mode("LeanRL", "_torchcompile", COMPILE),
+    "cudagraphs": Mode("LeanRL", "_torchcompile", ("--cudagraphs",)),
+    "both": Mode("LeanRL", "_torchcompile", BOTH),
+    "tf32": Mode("LeanRL", "_torchcompile", (*BOTH, "--matmul-precision", "high")),
+    # As many agents in a process as that script trains by default, whose seeds count up from that of the run.
+    "seeds": Mode("LeanRL seeds, {agents} agents", "_seeds", COMPILE),
+    "seeds_both": Mode("LeanRL seeds, {agents} agents", "_seeds", BOTH),
+}
+PEERS = tuple(name for name, mode in MODES.items() if mode.suffix is None)
+SEEDS = tuple(name for name, mode in MODES.items() if mode.suffix == "_seeds")
+CUDA_MODES = tuple(name for name, mode in MODES.items() if "--cudagraphs" in mode.flags)
