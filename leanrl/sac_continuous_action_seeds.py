@@ -380,16 +380,6 @@ def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) ->
     return returns
 
 
-def keep_best(args: Args, writer: SummaryWriter, state: dict, progress: dict, scores: list[float]) -> None:
-    """Log the mean return of an evaluation, and write `best.pt` if there was no better one before."""
-    mean = float(np.mean(scores))
-    writer.add_scalar("charts/eval_return", mean, progress["global_step"])
-    progress["evaluated"] = progress["global_step"]
-    if math.isfinite(mean) and (progress["best"] is None or mean > progress["best"]):
-        progress["best"] = mean
-        save_checkpoint(args, writer, "best.pt", state, progress)
-
-
 if __name__ == "__main__":
     # ---- Setup ---------------------------------------------------------------------------------------------
     args, checkpoints = parse_args()  # [seeds: own runs]
@@ -412,7 +402,7 @@ if __name__ == "__main__":
         agent_args.append(replace(args, seed=seed, num_seeds=1, seeds=None, **{option: path}))
         # How far the run is; "evaluated" is the step of the last evaluation, "best" the highest mean of one.
         progress.append({"global_step": 0, "updates": 0, "updates_due": 0.0, "returns": []})
-        progress[-1] |= {"evaluated": 0, "best": None} | (checkpoint["progress"] if args.resume else {})
+        progress[-1] |= {"evaluated": 0, "best": -math.inf} | (checkpoint["progress"] if args.resume else {})
         name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{seed}__{time.time():.6f}")
         folders.append(checkpoint["file"].parent if args.resume else Path("runs", name))
         folders[-1].mkdir(parents=True, exist_ok=bool(args.resume))
@@ -689,15 +679,20 @@ if __name__ == "__main__":
                         policy = partial(best_action, actor=actors[agent])
                         scores = evaluate(agent_args[agent], make_env(args), policy, stopping)
                         if not stopping:
-                            of_agent = agent_args[agent], writers[agent], states[agent], progress[agent]
-                            keep_best(*of_agent, scores)
+                            of_agent, mean = progress[agent], float(np.mean(scores))
+                            writers[agent].add_scalar("charts/eval_return", mean, global_step)
+                            of_agent["evaluated"] = global_step
+                            if of_agent["best"] < mean < math.inf:
+                                of_agent["best"] = mean
+                                place = agent_args[agent], writers[agent], "best.pt"
+                                save_checkpoint(*place, states[agent], of_agent)
                     sps_start = sps_start[0], sps_start[1] + time.perf_counter() - pause
                 at_the_end = last and (args.save_model or args.checkpoint_every)
                 if at_the_end or global_step - saved_step >= checkpoint_every:
                     for agent in alive:
                         replay = {"buffer": buffer[agent, :global_step].clone()}
-                        of_agent = agent_args[agent], writers[agent], f"{global_step}.pt"
-                        save_checkpoint(*of_agent, states[agent], progress[agent], **replay)
+                        place = agent_args[agent], writers[agent], f"{global_step}.pt"
+                        save_checkpoint(*place, states[agent], progress[agent], **replay)
                     saved_step = global_step
 
     # ---- End -----------------------------------------------------------------------------------------------
@@ -709,7 +704,7 @@ if __name__ == "__main__":
             eval_returns.append(evaluate(agent_args[agent], env, policy, stopping) if agent in alive else [])
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast: one graph]
-    best = [of_agent["best"] for of_agent in progress]  # [seeds: own runs]
+    best = [one["best"] if one["evaluated"] else None for one in progress]  # [seeds: own runs]
     summary |= {"eval_returns": eval_returns, "best_eval_return": best}
     summary |= {"updates": updates, "episodes": [len(totals) for totals in returns]}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():

@@ -235,16 +235,6 @@ def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) ->
     return returns
 
 
-def keep_best(args: Args, writer: SummaryWriter, state: dict, progress: dict, scores: list[float]) -> None:
-    """Log the mean return of an evaluation, and write `best.pt` if there was no better one before."""
-    mean = float(np.mean(scores))
-    writer.add_scalar("charts/eval_return", mean, progress["global_step"])
-    progress["evaluated"] = progress["global_step"]
-    if math.isfinite(mean) and (progress["best"] is None or mean > progress["best"]):
-        progress["best"] = mean
-        save_checkpoint(args, writer, "best.pt", state, progress)
-
-
 if __name__ == "__main__":
     # ---- Setup ---------------------------------------------------------------------------------------------
     args, checkpoint = parse_args()
@@ -261,7 +251,7 @@ if __name__ == "__main__":
 
     # How far the run is; "evaluated" is the step of the last evaluation, "best" the highest mean of one.
     progress = {"global_step": 0, "updates": 0, "updates_due": 0.0, "returns": []}
-    progress |= {"evaluated": 0, "best": None} | (checkpoint["progress"] if args.resume else {})
+    progress |= {"evaluated": 0, "best": -math.inf} | (checkpoint["progress"] if args.resume else {})
     global_step, updates, updates_due, returns, *_ = progress.values()
 
     name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
@@ -428,7 +418,11 @@ if __name__ == "__main__":
                     pause = time.perf_counter()
                     scores = evaluate(args, make_env(args), best_action, stopping)
                     if not stopping:
-                        keep_best(args, writer, state, progress, scores)
+                        progress["evaluated"], mean = global_step, float(np.mean(scores))
+                        writer.add_scalar("charts/eval_return", mean, global_step)
+                        if progress["best"] < mean < math.inf:
+                            progress["best"] = mean
+                            save_checkpoint(args, writer, "best.pt", state, progress)
                     sps_start = sps_start[0], sps_start[1] + time.perf_counter() - pause
                 at_the_end = last and (args.save_model or args.checkpoint_every)
                 if at_the_end or global_step - saved_step >= checkpoint_every:
@@ -445,7 +439,8 @@ if __name__ == "__main__":
         sys.modules["wandb"].finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": False, "cudagraphs": False}
-    summary |= {"eval_returns": eval_returns, "best_eval_return": progress["best"]}
+    best = progress["best"] if progress["evaluated"] else None
+    summary |= {"eval_returns": eval_returns, "best_eval_return": best}
     summary |= {"updates": updates, "episodes": len(returns)}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
