@@ -1,0 +1,93 @@
+"""The examples of docs/changing.md: each diff fits both files, and the changed files compute the same."""
+
+import re
+from contextlib import AbstractContextManager
+from itertools import islice
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from conftest import EACH_STEP, ROOT, assert_same_numbers, changed, draws_of_a_twin, play, run
+from envs import scripted_rows
+
+SECTIONS = re.split(r"(?m)^## ", (ROOT / "docs" / "changing.md").read_text())
+# At this rate parameters hardly move, wherever Adam divides by a gradient that is little more than rounding.
+TWENTY = ("--learning-starts", 64, "--total-timesteps", 85, "--learning-rate", 1e-5)
+REACHER = ("--env-id", "Reacher-v4", *TWENTY)
+EXAMPLES = {
+    "A layer": ("td3_continuous_action", *REACHER),
+    "A loss": ("dqn", *EACH_STEP, *TWENTY),
+    "The data": ("td3_continuous_action", *REACHER, "--num-envs", 3),
+}
+
+
+def example(title: str, name: str) -> AbstractContextManager:
+    """Have `run` take a script with the change of an example."""
+    section = next(text for text in SECTIONS if text.startswith(title))
+    passages = []  # before and after
+    for block in re.findall(r"```diff\n(.*?)```", section, flags=re.DOTALL):
+        for hunk in block.split("\n\n"):
+            where, lines = hunk.splitlines()[0], [line for line in hunk.splitlines() if line[:3] != " # "]
+            if ".py" not in where or f"{name}.py" in where:
+                for kinds in (" -", " +"):
+                    passages += ["\n".join(line[1:] for line in lines if line[0] in kinds)]
+    return changed(name, *passages)
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_the_same_diff_in_both_files_computes_the_same(title):
+    name, *args = EXAMPLES[title]
+    twin, results = f"{name}_torchcompile", []
+    with example(title, name), draws_of_a_twin():
+        results.append(run(name, *args))
+    with example(title, twin), torch._inductor.config.patch(fallback_random=True):
+        torch._dynamo.reset()
+        results += [run(twin, *args), run(twin, *args, "--compile")]
+    assert results[0]["updates"] >= 20
+    for result in results[1:]:
+        assert_same_numbers(results[0], result, atol=3e-4)
+    without = run(name, *args)["losses"]
+    assert any(abs(loss - results[0]["losses"][key]) > 1e-3 for key, loss in without.items())
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_a_window_ends_with_its_episode_at_the_newest_row_and_where_a_run_was_resumed(num_envs, tmp_path):
+    """By hand: the target is that of a critic whose value is 0, or 1, everywhere."""
+    name, n_step, gamma, buffer_size = "td3_continuous_action", 3, 0.9, 60
+    args = ("--num-envs", num_envs, "--n-step", n_step, "--gamma", gamma, "--buffer-size", buffer_size)
+    args += ("--batch-size", 2, "--learning-starts", 30, "--policy-noise", 0, "--checkpoint-every", 30)
+    parts = []  # of the run, as it is begun and as it goes on after 45 steps
+    with example("The data", name):
+        parts.append(play(name, *args, "--total-timesteps", 45, directory=tmp_path))
+        folder = next(tmp_path.glob("runs/*"))
+        parts.append(play(name, "--resume", folder, "--total-timesteps", 75, directory=tmp_path))
+    steps = []  # of each environment: reward, terminated, goes on
+    for env in range(num_envs):
+        rows = []
+        for part, count in zip(parts, (45 // num_envs, 30 // num_envs), strict=True):
+            real = (row for row in scripted_rows(part["envs"].envs[env].unwrapped.seeds[0]) if row.valid)
+            rows += [[row.reward, row.terminated, not row.over] for row in islice(real, count)]
+            rows[-1][2] = False  # the seam, or the newest row
+        steps.append(rows)
+    result, networks = parts[1], parts[1]["state"]
+    for qf in ("qf1", "qf1_target", "qf2_target"):
+        torch.nn.init.zeros_(networks[qf].fc3.weight)
+        torch.nn.init.zeros_(networks[qf].fc3.bias)
+    for step in range(75 // num_envs - buffer_size // num_envs, 75 // num_envs):
+        for env in range(num_envs):
+            reward, discount = 0.0, 1.0
+            for later in islice(steps[env][step:], n_step):
+                reward, discount, terminated = reward + discount * later[0], discount * gamma, later[1]
+                if not later[2]:
+                    break
+            for value in (0.0, 1.0):
+                for target in ("qf1_target", "qf2_target"):
+                    torch.nn.init.constant_(networks[target].fc3.bias, value)
+                torch.nn.init.zeros_(networks["qf1"].fc3.weight)
+                torch.nn.init.zeros_(networks["qf1"].fc3.bias)
+                index = (step * num_envs + env) % buffer_size
+                with patch("torch.randint", lambda *_, index=index, **__: torch.tensor([index, index])):
+                    result["update"](False)
+                expected = reward + value * discount * (not terminated)
+                assert np.isclose(result["losses"]["qf1_loss"].item(), expected**2, rtol=1e-4, atol=1e-6)
