@@ -38,7 +38,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, ClassVar, Literal, NoReturn
 
 import gymnasium as gym
 import numpy as np
@@ -58,6 +58,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass
 class Args:
+    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
@@ -70,7 +71,7 @@ class Args:
     checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
     resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
     evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; if given, one at the end
+    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; also makes one at the end
     eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
     log_every: PositiveInt = 100  # agent steps between two log entries
 
@@ -128,7 +129,7 @@ def linear_schedule(start_e: float, end_e: float, duration: float, t: int) -> fl
     return start_e + (end_e - start_e) * (min(t / duration, 1) if duration else 1)
 
 
-# ---- Run: command line, checkpoints, losses, signals, evaluation -------------------------------------------
+# ---- Run: command line, checkpoints, signals, evaluation ---------------------------------------------------
 def refuse(message: str) -> NoReturn:
     """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -136,20 +137,21 @@ def refuse(message: str) -> NoReturn:
 
 
 def parse_args() -> tuple[Args, dict]:
-    """The arguments, and the checkpoint of --resume or --evaluate, from which arguments not given come."""
-    args, checkpoint, before = tyro.cli(Args), {}, {}
+    """The arguments, and the checkpoint that gives --resume its defaults, and --evaluate its env_id."""
+    args, checkpoint, saved = tyro.cli(Args), {}, {}
     if args.resume and args.evaluate:
         refuse("--resume and --evaluate exclude each other")
     if args.resume or args.evaluate:
         checkpoint = load_checkpoint(args)
-        before = checkpoint["args"] if args.resume else {"env_id": checkpoint["args"]["env_id"]}
-        args = tyro.cli(Args, default=Args(**before))
+        names = vars(args).keys() & checkpoint["args"] if args.resume else ["env_id"]
+        saved = {name: checkpoint["args"][name] for name in sorted(names)}
+        args = tyro.cli(Args, default=Args(**saved))  # again, over these
     try:
         TypeAdapter(Args).validate_python(vars(args))
     except ValidationError as invalid:
         error = invalid.errors()[0]
         refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
-    for name, value in before.items():
+    for name, value in saved.items():
         option, now = f"--{name.replace('_', '-')}", getattr(args, name)
         if now != value and name in ("env_id", "seed", "num_envs", "buffer_size"):
             refuse(f"{option} has to stay {value}, as in {checkpoint['file']}, got {now}")
@@ -161,8 +163,8 @@ def parse_args() -> tuple[Args, dict]:
 def load_checkpoint(args: Args) -> dict:
     """Read the checkpoint to resume or evaluate, of a folder the newest; nothing in it is executed."""
     path = Path(args.resume or args.evaluate)
-    files = path.glob("[0-9]*.pt" if args.resume else "*.pt")
-    file = max(files, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
+    in_folder = path.glob("[0-9]*.pt" if args.resume else "*.pt")  # none if it is a file itself
+    file = max(in_folder, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         script = checkpoint["script"]
@@ -235,22 +237,22 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision(args.matmul_precision)
     torch.manual_seed(args.seed)
 
-    # How far the run is; "evaluated" is the step of the last evaluation, "best" the highest mean of one.
-    progress = {"global_step": 0, "updates": 0, "updates_due": 0, "returns": []}
-    progress |= {"evaluated": 0, "best": -math.inf} | (checkpoint["progress"] if args.resume else {})
-    global_step, updates, updates_due, returns, *_ = progress.values()
+    progress = {"global_step": 0, "updates": 0, "updates_due": 0, "returns": [], "last_eval": 0}
+    progress |= {"best_eval": -math.inf} | (checkpoint["progress"] if args.resume else {})
+    global_step, updates = progress["global_step"], progress["updates"]
+    updates_due, returns = progress["updates_due"], progress["returns"]  # this very list
 
     name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
     folder = checkpoint["file"].parent if args.resume else Path("runs", name)
     folder.mkdir(parents=True, exist_ok=bool(args.resume))
     try:
-        lock = FileLock(folder / ".lock").acquire(timeout=0)  # two runs would remove each other's checkpoints
+        lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
     except Timeout:
         refuse(f"--resume: a run is at work in {folder}")
 
-    # The step that ends an episode also resets its environment; infos["final_obs"] has what it ended with.
     videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
     env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(args.num_envs)]
+    # The step that ends an episode also resets its environment; infos["final_obs"] has what it ended with.
     envs = SyncVectorEnv(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
     obs_dim, obs_dtype = envs.single_observation_space.shape[0], np.dtype(np.float32)
     if envs.single_observation_space.dtype == np.uint8:
@@ -330,7 +332,7 @@ if __name__ == "__main__":
     if args.evaluate or args.resume:
         load_states({"q_network": q_network} if args.evaluate else state, checkpoint)
     if args.resume:
-        buffer[:size] = checkpoint.pop("buffer")[:size]
+        buffer[:size] = checkpoint.pop("buffer")
 
     sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
     seed, *env_seeds = sequence.generate_state(1 + args.num_envs).tolist()
@@ -353,14 +355,14 @@ if __name__ == "__main__":
     first_update, saved_step = updates, global_step
     eval_every, checkpoint_every = args.eval_every or math.inf, args.checkpoint_every or math.inf  # never
     startup_seconds = time.perf_counter() - START_TIME
-    sps, sps_start = None, (global_step, time.perf_counter())
+    sps, sps_step, sps_time = None, global_step, time.perf_counter()
     with closing(envs), writer, bar:
         while not last:
             epsilon = schedule(global_step)
             actions = act(torch.from_numpy(obs).to(device, non_blocking=True)).cpu().numpy()  # sync
             if global_step >= args.learning_starts:
                 if updates == first_update:
-                    sps_start = global_step, time.perf_counter()  # counted from the first step that learns
+                    sps_step, sps_time = global_step, time.perf_counter()  # from the first step that learns
                 updates_due += min(args.num_envs, global_step - args.learning_starts)
 
             while updates_due >= args.train_frequency:  # a GPU works on these while environments step
@@ -389,26 +391,26 @@ if __name__ == "__main__":
             if last or global_step % args.log_every < args.num_envs:
                 if updates > first_update:
                     log_losses()
-                sps = (global_step - sps_start[0]) / (time.perf_counter() - sps_start[1])
+                sps = (global_step - sps_step) / (time.perf_counter() - sps_time)
                 writer.add_scalar("charts/epsilon", schedule(global_step), global_step)
                 writer.add_scalar("charts/SPS", sps, global_step)
                 bar.postfix = f"SPS {sps:.0f}, return {np.mean(returns[-10:]) if returns else math.nan:.1f}"
                 bar.update(global_step - bar.n)
                 progress |= {"global_step": global_step, "updates": updates, "updates_due": updates_due}
-                if global_step // eval_every > progress["evaluated"] // eval_every:
+                if global_step // eval_every > progress["last_eval"] // eval_every:
                     pause = time.perf_counter()
                     scores = evaluate(args, make_env(args), best_action, stopping)
                     if not stopping:
-                        progress["evaluated"], mean = global_step, float(np.mean(scores))
+                        progress["last_eval"], mean = global_step, float(np.mean(scores))
                         writer.add_scalar("charts/eval_return", mean, global_step)
-                        if progress["best"] < mean < math.inf:
-                            progress["best"] = mean
+                        if progress["best_eval"] < mean < math.inf:
+                            progress["best_eval"] = mean
                             save_checkpoint(args, writer, "best.pt", state, progress)
-                    sps_start = sps_start[0], sps_start[1] + time.perf_counter() - pause
+                    sps_time += time.perf_counter() - pause
                 at_the_end = last and (args.save_model or args.checkpoint_every)
                 if at_the_end or global_step - saved_step >= checkpoint_every:
-                    replay = {"buffer": buffer[:global_step].clone()}
-                    save_checkpoint(args, writer, f"{global_step}.pt", state, progress, **replay)
+                    rows = buffer[:global_step].clone()  # a view would be saved with all of its memory
+                    save_checkpoint(args, writer, f"{global_step}.pt", state, progress, buffer=rows)
                     saved_step = global_step
 
     # ---- End -----------------------------------------------------------------------------------------------
@@ -417,10 +419,10 @@ if __name__ == "__main__":
         env = make_env(args, folder / "evaluation" / "videos" if args.capture_video else None)
         eval_returns = evaluate(args, env, best_action, stopping)
     if args.track:
-        sys.modules["wandb"].finish()  # whose last words come before the summary
+        wandb.finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": False, "cudagraphs": False}
-    best = progress["best"] if progress["evaluated"] else None
+    best = progress["best_eval"] if math.isfinite(progress["best_eval"]) else None
     summary |= {"eval_returns": eval_returns, "best_eval_return": best}
     summary |= {"updates": updates, "episodes": len(returns)}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():

@@ -17,7 +17,7 @@ Tags, at each place that differs; docs/tricks.md has a chapter on each:
 - [fast: one graph] policy, preparation of the batch, gradient step: each is compiled without a break;
 - [fast: flat] the parameters of a network are one tensor, and Adam a few operations on it in that graph;
 - [fast: numbers as tensors] a graph would freeze a number that changes;
-- [fast: losses in place] what a captured function returns is cloned at each call;
+- [fast: losses in place] tensors to write to: what a captured function returns is cloned at each call;
 - [fast: graph capture] a CUDA graph launches each of these at once;
 - [fast: warm-up] all is compiled and captured before the first step, on the state, which is then put back;
 - [fast: scan by doubling] advantages take log2(T) operations in place of T.
@@ -41,7 +41,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, ClassVar, Literal, NoReturn
 
 import envpool
 import gymnasium as gym
@@ -53,7 +53,7 @@ from gymnasium.utils.save_video import capped_cubic_video_schedule, save_video
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from tensordict.nn import CudaGraphModule
 from torch import Tensor, nn
-from torch._inductor.exc import InductorError
+from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -63,6 +63,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass
 class Args:
+    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
@@ -75,7 +76,7 @@ class Args:
     checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
     resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
     evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; if given, one at the end
+    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; also makes one at the end
     eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
     compile: bool = False  # compile the policy, the preparation of the batch and the gradient step
     cudagraphs: bool = False  # capture the policy, the preparation of the batch and the gradient step
@@ -130,11 +131,11 @@ class Games(gym.Wrapper):
 
 
 def make_envs(args: Args, step: int, videos: Path | None = None, learning: bool = True) -> Games:
-    """Build the games, all stepped by EnvPool; the step after a lost life or an end only goes on or anew.
+    """Build the games, stepped by EnvPool; the step after a lost life or the end of a game is no transition.
 
     Observations are the last four frames, (num_envs, 4, 84, 84), uint8; if `learning`, rewards are signs.
-    A lost life looks like an end, also in evaluation: EnvPool serves the next ball only then. By `step`,
-    where training begins, a run that goes on plays other games.
+    A lost life looks like an end, also in evaluation: EnvPool serves the next ball only then. `step`, where
+    training begins, is part of the seed, so that a run that goes on plays other games.
     """
     if envpool.registration.registry.specs.get(args.env_id, ("",))[0] != "envpool.atari":
         refuse(f"--env-id takes an Atari game of EnvPool, such as Breakout-v5, not {args.env_id}")
@@ -239,7 +240,7 @@ class Adam(nn.Module):
             self.params[0].sub_(exp_avg / denominator * (self.lr / (1 - beta1**step)))
 
 
-# ---- Run: command line, checkpoints, losses, signals, evaluation -------------------------------------------
+# ---- Run: command line, checkpoints, signals, evaluation ---------------------------------------------------
 def refuse(message: str) -> NoReturn:
     """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -247,20 +248,21 @@ def refuse(message: str) -> NoReturn:
 
 
 def parse_args() -> tuple[Args, dict]:
-    """The arguments, and the checkpoint of --resume or --evaluate, from which arguments not given come."""
-    args, checkpoint, before = tyro.cli(Args), {}, {}
+    """The arguments, and the checkpoint that gives --resume its defaults, and --evaluate its env_id."""
+    args, checkpoint, saved = tyro.cli(Args), {}, {}
     if args.resume and args.evaluate:
         refuse("--resume and --evaluate exclude each other")
     if args.resume or args.evaluate:
         checkpoint = load_checkpoint(args)
-        before = checkpoint["args"] if args.resume else {"env_id": checkpoint["args"]["env_id"]}
-        args = tyro.cli(Args, default=Args(**before))
+        names = vars(args).keys() & checkpoint["args"] if args.resume else ["env_id"]
+        saved = {name: checkpoint["args"][name] for name in sorted(names)}
+        args = tyro.cli(Args, default=Args(**saved))  # again, over these
     try:
         TypeAdapter(Args).validate_python(vars(args))
     except ValidationError as invalid:
         error = invalid.errors()[0]
         refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
-    for name, value in before.items():
+    for name, value in saved.items():
         option, now = f"--{name.replace('_', '-')}", getattr(args, name)
         if now != value and name in ("env_id", "seed", "num_envs", "buffer_size"):
             refuse(f"{option} has to stay {value}, as in {checkpoint['file']}, got {now}")
@@ -272,8 +274,8 @@ def parse_args() -> tuple[Args, dict]:
 def load_checkpoint(args: Args) -> dict:
     """Read the checkpoint to resume or evaluate, of a folder the newest; nothing in it is executed."""
     path = Path(args.resume or args.evaluate)
-    files = path.glob("[0-9]*.pt" if args.resume else "*.pt")
-    file = max(files, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
+    in_folder = path.glob("[0-9]*.pt" if args.resume else "*.pt")  # none if it is a file itself
+    file = max(in_folder, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         script = checkpoint["script"]
@@ -345,23 +347,22 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision(args.matmul_precision)
     torch.manual_seed(args.seed)
 
-    # How far the run is; "evaluated" is the step of the last evaluation, "best" the highest mean of one.
-    progress = {"global_step": 0, "updates": 0, "returns": []}
-    progress |= {"evaluated": 0, "best": -math.inf} | (checkpoint["progress"] if args.resume else {})
-    global_step, updates, returns, *_ = progress.values()
+    progress = {"global_step": 0, "updates": 0, "returns": [], "last_eval": 0}
+    progress |= {"best_eval": -math.inf} | (checkpoint["progress"] if args.resume else {})
+    global_step, updates = progress["global_step"], progress["updates"]
+    returns = progress["returns"]  # this very list
 
     name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
     folder = checkpoint["file"].parent if args.resume else Path("runs", name)
     folder.mkdir(parents=True, exist_ok=bool(args.resume))
     try:
-        lock = FileLock(folder / ".lock").acquire(timeout=0)  # two runs would remove each other's checkpoints
+        lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
     except Timeout:
         refuse(f"--resume: a run is at work in {folder}")
 
     videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
     envs = make_envs(args, global_step, videos)
 
-    batch_size = args.num_envs * args.num_steps
     agent = Agent(int(envs.action_space.n), device)
     flat_agent = Flat(agent)  # [fast: flat]
     annealed_lr = torch.tensor(args.learning_rate, device=device)  # [fast: numbers as tensors]
@@ -372,7 +373,7 @@ if __name__ == "__main__":
     columns = dict.fromkeys(["actions", "log_prob", "values", "rewards", "terminated", "valid"], 1)
     batch_columns = dict.fromkeys(["actions", "log_prob", "advantages", "targets", "values", "valid"], 1)
     rollout = torch.zeros(args.num_steps + 1, args.num_envs, len(columns))
-    *_, rollout_rewards, rollout_terminated, rollout_valid = rollout.permute(2, 0, 1).numpy()
+    steps = {name: column.numpy()[:, :, 0] for name, column in split(rollout, columns).items()}
     # Channels come last: 116 ms a minibatch, not 177.
     rollout_obs = torch.zeros(args.num_steps + 1, args.num_envs, 84, 84, 4, dtype=torch.uint8, device=device)
     buffer = torch.zeros_like(rollout, device=device)
@@ -494,7 +495,7 @@ if __name__ == "__main__":
         torch._inductor.config.max_pointwise_cat_inputs = 16  # one GPU kernel joins the gradient's 13 parts
         compiled = partial(torch.compile, fullgraph=True)
         act, prepare, update = compiled(act), compiled(prepare), compiled(update)
-    # [fast: graph capture] A captured graph is launched at once.
+    # [fast: graph capture] One launch for all kernels of a call.
     cudagraphs = args.cudagraphs and device.type == "cuda"
     if cudagraphs:
         captured = partial(CudaGraphModule, warmup=5, device=device)
@@ -510,6 +511,8 @@ if __name__ == "__main__":
                 prepare()
                 update(torch.arange(batch_size // args.num_minibatches, device=device))
         except InductorError as error:  # no C++ compiler, no Python.h, a space in a path
+            if not isinstance(error.inner_exception, CppCompileError | InvalidCxxCompiler):
+                raise
             refuse(f"--compile: {str(error.inner_exception)[-300:]}")
         load_states(state, saved)
 
@@ -517,7 +520,7 @@ if __name__ == "__main__":
     torch.manual_seed(int(sequence.generate_state(1)[0]))
     next_obs, _ = envs.reset()
     rollout_obs[-1].copy_(torch.from_numpy(next_obs).permute(0, 2, 3, 1))  # a rollout begins with it
-    rollout_valid[-1], valid = 1, np.ones(args.num_envs, dtype=bool)
+    steps["valid"][-1], valid = 1, np.ones(args.num_envs, dtype=bool)
 
     if args.track:
         import wandb
@@ -534,26 +537,26 @@ if __name__ == "__main__":
     saved_step = global_step
     eval_every, checkpoint_every = args.eval_every or math.inf, args.checkpoint_every or math.inf  # never
     startup_seconds = time.perf_counter() - START_TIME
-    sps, sps_start = None, (global_step, time.perf_counter())
+    sps, sps_step, sps_time = None, global_step, time.perf_counter()
     with closing(envs), writer, bar:
         while not last:
             remaining = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
             annealed_lr.fill_(args.learning_rate * remaining)  # [fast: numbers as tensors]
             rollout_obs[0].copy_(rollout_obs[-1])
-            rollout_valid[0] = rollout_valid[-1]
+            steps["valid"][0] = steps["valid"][-1]
             for step in range(args.num_steps):
-                rollout[step, :, :3] = act(rollout_obs[step])  # sync
+                rollout[step, :, :3] = act(rollout_obs[step])  # sync; the first three columns
                 actions = rollout[step, :, 0].int().numpy()
                 next_obs, rewards, terminated, truncated, infos = envs.step(actions)
                 frames = torch.from_numpy(next_obs).to(device, non_blocking=True)
                 rollout_obs[step + 1].copy_(frames.permute(0, 2, 3, 1))
-                rollout_rewards[step], rollout_terminated[step] = rewards, terminated
+                steps["rewards"][step], steps["terminated"][step] = rewards, terminated
                 global_step += int(np.count_nonzero(valid))
                 for index in np.flatnonzero(infos["_episode"]):
                     returns.append(float(infos["episode"]["r"][index]))
                     writer.add_scalar("charts/episodic_return", returns[-1], global_step)
                     writer.add_scalar("charts/episodic_length", infos["episode"]["l"][index], global_step)
-                rollout_valid[step + 1] = valid = ~(terminated | truncated)  # else the next step only goes on
+                steps["valid"][step + 1] = valid = ~(terminated | truncated)  # else the next only goes on
 
             buffer.copy_(rollout, non_blocking=True)  # the log waits for it before the rollout changes
             prepare()
@@ -564,24 +567,24 @@ if __name__ == "__main__":
                 if args.target_kl is not None and losses["approx_kl"] > args.target_kl:  # sync, once an epoch
                     break
             log_losses()
-            sps = (global_step - sps_start[0]) / (time.perf_counter() - sps_start[1])
+            sps = (global_step - sps_step) / (time.perf_counter() - sps_time)
             writer.add_scalar("charts/SPS", sps, global_step)
             writer.add_scalar("charts/learning_rate", args.learning_rate * remaining, global_step)
             bar.postfix = f"SPS {sps:.0f}, return {np.mean(returns[-10:]) if returns else math.nan:.1f}"
             bar.update(global_step - bar.n)
             progress |= {"global_step": global_step, "updates": updates}
             last = bool(stopping) or global_step + batch_size > args.total_timesteps
-            if global_step // eval_every > progress["evaluated"] // eval_every:
+            if global_step // eval_every > progress["last_eval"] // eval_every:
                 pause = time.perf_counter()
                 game = make_envs(replace(args, num_envs=1), 0, learning=False)
                 scores = evaluate(args, game, best_action, stopping)
                 if not stopping:
-                    progress["evaluated"], mean = global_step, float(np.mean(scores))
+                    progress["last_eval"], mean = global_step, float(np.mean(scores))
                     writer.add_scalar("charts/eval_return", mean, global_step)
-                    if progress["best"] < mean < math.inf:
-                        progress["best"] = mean
+                    if progress["best_eval"] < mean < math.inf:
+                        progress["best_eval"] = mean
                         save_checkpoint(args, writer, "best.pt", state, progress)
-                sps_start = sps_start[0], sps_start[1] + time.perf_counter() - pause
+                sps_time += time.perf_counter() - pause
             at_the_end = last and (args.save_model or args.checkpoint_every)
             if at_the_end or global_step - saved_step >= checkpoint_every:
                 save_checkpoint(args, writer, f"{global_step}.pt", state, progress)
@@ -594,10 +597,10 @@ if __name__ == "__main__":
         env = make_envs(replace(args, num_envs=1), 0, videos, learning=False)
         eval_returns = evaluate(args, env, best_action, stopping)
     if args.track:
-        sys.modules["wandb"].finish()  # whose last words come before the summary
+        wandb.finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast: one graph]
-    best = progress["best"] if progress["evaluated"] else None
+    best = progress["best_eval"] if math.isfinite(progress["best_eval"]) else None
     summary |= {"eval_returns": eval_returns, "best_eval_return": best}
     summary |= {"updates": updates, "episodes": len(returns)}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():

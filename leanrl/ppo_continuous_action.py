@@ -18,7 +18,7 @@ Deviations from the papers:
 - the step that only resets an environment is no transition and is masked out;
 - a truncated episode bootstraps from the value of its final observation;
 - all environments share one normaliser of observations;
-- rewards are scaled by the deviation, at the end of their rollout, of returns that begin with each episode.
+- rewards are scaled once a rollout, by the deviation of discounted returns that begin with each episode.
 """
 
 import time
@@ -37,7 +37,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, ClassVar, Literal, NoReturn
 
 import gymnasium as gym
 import mujoco
@@ -58,6 +58,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass
 class Args:
+    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
@@ -70,7 +71,7 @@ class Args:
     checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
     resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
     evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; if given, one at the end
+    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; also makes one at the end
     eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
 
     env_id: str = "HalfCheetah-v4"  # the id of the environment: any with vectors as actions
@@ -216,7 +217,7 @@ class RunningMoments:
         return ((rows - self.mean) / self.std()).clip(-10, 10)
 
 
-# ---- Run: command line, checkpoints, losses, signals, evaluation -------------------------------------------
+# ---- Run: command line, checkpoints, signals, evaluation ---------------------------------------------------
 def refuse(message: str) -> NoReturn:
     """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -224,20 +225,21 @@ def refuse(message: str) -> NoReturn:
 
 
 def parse_args() -> tuple[Args, dict]:
-    """The arguments, and the checkpoint of --resume or --evaluate, from which arguments not given come."""
-    args, checkpoint, before = tyro.cli(Args), {}, {}
+    """The arguments, and the checkpoint that gives --resume its defaults, and --evaluate its env_id."""
+    args, checkpoint, saved = tyro.cli(Args), {}, {}
     if args.resume and args.evaluate:
         refuse("--resume and --evaluate exclude each other")
     if args.resume or args.evaluate:
         checkpoint = load_checkpoint(args)
-        before = checkpoint["args"] if args.resume else {"env_id": checkpoint["args"]["env_id"]}
-        args = tyro.cli(Args, default=Args(**before))
+        names = vars(args).keys() & checkpoint["args"] if args.resume else ["env_id"]
+        saved = {name: checkpoint["args"][name] for name in sorted(names)}
+        args = tyro.cli(Args, default=Args(**saved))  # again, over these
     try:
         TypeAdapter(Args).validate_python(vars(args))
     except ValidationError as invalid:
         error = invalid.errors()[0]
         refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
-    for name, value in before.items():
+    for name, value in saved.items():
         option, now = f"--{name.replace('_', '-')}", getattr(args, name)
         if now != value and name in ("env_id", "seed", "num_envs", "buffer_size"):
             refuse(f"{option} has to stay {value}, as in {checkpoint['file']}, got {now}")
@@ -249,8 +251,8 @@ def parse_args() -> tuple[Args, dict]:
 def load_checkpoint(args: Args) -> dict:
     """Read the checkpoint to resume or evaluate, of a folder the newest; nothing in it is executed."""
     path = Path(args.resume or args.evaluate)
-    files = path.glob("[0-9]*.pt" if args.resume else "*.pt")
-    file = max(files, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
+    in_folder = path.glob("[0-9]*.pt" if args.resume else "*.pt")  # none if it is a file itself
+    file = max(in_folder, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         script = checkpoint["script"]
@@ -323,16 +325,16 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision(args.matmul_precision)
     torch.manual_seed(args.seed)
 
-    # How far the run is; "evaluated" is the step of the last evaluation, "best" the highest mean of one.
-    progress = {"global_step": 0, "updates": 0, "returns": []}
-    progress |= {"evaluated": 0, "best": -math.inf} | (checkpoint["progress"] if args.resume else {})
-    global_step, updates, returns, *_ = progress.values()
+    progress = {"global_step": 0, "updates": 0, "returns": [], "last_eval": 0}
+    progress |= {"best_eval": -math.inf} | (checkpoint["progress"] if args.resume else {})
+    global_step, updates = progress["global_step"], progress["updates"]
+    returns = progress["returns"]  # this very list
 
     name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
     folder = checkpoint["file"].parent if args.resume else Path("runs", name)
     folder.mkdir(parents=True, exist_ok=bool(args.resume))
     try:
-        lock = FileLock(folder / ".lock").acquire(timeout=0)  # two runs would remove each other's checkpoints
+        lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
     except Timeout:
         refuse(f"--resume: a run is at work in {folder}")
 
@@ -342,7 +344,6 @@ if __name__ == "__main__":
     envs = make_envs(args, env_seeds, videos)
     obs_dim, action_dim = envs.observation_space.shape[-1], envs.action_space.shape[-1]
 
-    batch_size = args.num_envs * args.num_steps
     agent = Agent(obs_dim, action_dim, device)
     optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     obs_moments, return_moments = RunningMoments(obs_dim), RunningMoments(1)
@@ -355,8 +356,9 @@ if __name__ == "__main__":
     batch_columns = {"obs": obs_dim, "actions": action_dim, "log_prob": 1, "advantages": 1, "targets": 1}
     batch_columns |= {"values": 1, "valid": 1}
     rollout = torch.zeros(args.num_steps + 1, args.num_envs, sum(columns.values()))
-    rollout_obs, rollout_actions, *scalars = (part.numpy() for part in split(rollout, columns).values())
-    rollout_rewards, rollout_terminated, rollout_valid = (scalar[:, :, 0] for scalar in scalars)
+    steps = {name: column.numpy() for name, column in split(rollout, columns).items()}
+    rollout_obs, rollout_actions, rollout_valid = steps["obs"], steps["actions"], steps["valid"][:, :, 0]
+    rollout_rewards, rollout_terminated = steps["rewards"][:, :, 0], steps["terminated"][:, :, 0]
     rollout_returns = np.zeros((args.num_steps, args.num_envs))  # discounted, to scale rewards with
     buffer = torch.zeros_like(rollout, device=device)
     batch = torch.zeros(batch_size, sum(batch_columns.values()), device=device)
@@ -484,7 +486,7 @@ if __name__ == "__main__":
     startup_seconds = time.perf_counter() - START_TIME
     saved_step = global_step
     eval_every, checkpoint_every = args.eval_every or math.inf, args.checkpoint_every or math.inf  # never
-    sps, sps_start = None, (global_step, time.perf_counter())
+    sps, sps_step, sps_time = None, global_step, time.perf_counter()
     with closing(envs), writer, bar:
         while not last:
             remaining = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
@@ -509,7 +511,7 @@ if __name__ == "__main__":
                 rollout_valid[step + 1] = valid = ~(terminated | truncated)  # else the next step only resets
                 obs_moments.update(next_obs[valid])
                 rollout_obs[step + 1] = obs_moments.standardise(next_obs)
-                if not math.isfinite(np.vdot(next_obs, next_obs) + np.vdot(rewards, rewards)):
+                if not math.isfinite(next_obs.sum(dtype=float) + rewards.sum()):  # which keeps NaN, infinity
                     sys.exit(
                         f"{Path(__file__).name}: error: a transition is not finite at step {global_step}"
                     )
@@ -525,23 +527,23 @@ if __name__ == "__main__":
                 if args.target_kl is not None and losses["approx_kl"] > args.target_kl:  # sync, once an epoch
                     break
             log_losses()
-            sps = (global_step - sps_start[0]) / (time.perf_counter() - sps_start[1])
+            sps = (global_step - sps_step) / (time.perf_counter() - sps_time)
             writer.add_scalar("charts/SPS", sps, global_step)
             writer.add_scalar("charts/learning_rate", args.learning_rate * remaining, global_step)
             bar.postfix = f"SPS {sps:.0f}, return {np.mean(returns[-10:]) if returns else math.nan:.1f}"
             bar.update(global_step - bar.n)
             progress |= {"global_step": global_step, "updates": updates}
             last = bool(stopping) or global_step + batch_size > args.total_timesteps
-            if global_step // eval_every > progress["evaluated"] // eval_every:
+            if global_step // eval_every > progress["last_eval"] // eval_every:
                 pause = time.perf_counter()
                 scores = evaluate(args, RecordEpisodeStatistics(make_env(args)), best_action, stopping)
                 if not stopping:
-                    progress["evaluated"], mean = global_step, float(np.mean(scores))
+                    progress["last_eval"], mean = global_step, float(np.mean(scores))
                     writer.add_scalar("charts/eval_return", mean, global_step)
-                    if progress["best"] < mean < math.inf:
-                        progress["best"] = mean
+                    if progress["best_eval"] < mean < math.inf:
+                        progress["best_eval"] = mean
                         save_checkpoint(args, writer, "best.pt", state, progress)
-                sps_start = sps_start[0], sps_start[1] + time.perf_counter() - pause
+                sps_time += time.perf_counter() - pause
             at_the_end = last and (args.save_model or args.checkpoint_every)
             if at_the_end or global_step - saved_step >= checkpoint_every:
                 save_checkpoint(args, writer, f"{global_step}.pt", state, progress)
@@ -554,10 +556,10 @@ if __name__ == "__main__":
         env = RecordEpisodeStatistics(env)
         eval_returns = evaluate(args, env, best_action, stopping)
     if args.track:
-        sys.modules["wandb"].finish()  # whose last words come before the summary
+        wandb.finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": False, "cudagraphs": False}
-    best = progress["best"] if progress["evaluated"] else None
+    best = progress["best_eval"] if math.isfinite(progress["best_eval"]) else None
     summary |= {"eval_returns": eval_returns, "best_eval_return": best}
     summary |= {"updates": updates, "episodes": len(returns)}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():

@@ -17,7 +17,7 @@ Tags, at each place that differs; docs/tricks.md has a chapter on each:
 - [fast: flat] the parameters of a network are one tensor, and Adam a few operations on it in that graph;
 - [fast: both critics at once] one batched product in place of two;
 - [fast: numbers as tensors] a graph would freeze a number that changes;
-- [fast: losses in place] what a captured function returns is cloned at each call;
+- [fast: losses in place] tensors to write to: what a captured function returns is cloned at each call;
 - [fast: graph capture] a CUDA graph launches a whole gradient step at once;
 - [fast: warm-up] all is compiled and captured before the first step, on the state, which is then put back;
 - [fast: overlapped copy] a GPU copies actions to the host while gradient steps are launched.
@@ -51,7 +51,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, ClassVar, Literal, NoReturn
 
 import gymnasium as gym
 import mujoco
@@ -64,7 +64,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from tensordict.nn import CudaGraphModule
 from torch import Tensor, nn
-from torch._inductor.exc import InductorError
+from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -74,6 +74,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass
 class Args:
+    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: NonNegativeInt = 1  # seed of the first agent
     num_seeds: PositiveInt = 4  # the number of agents, whose seeds count up from --seed
@@ -88,7 +89,7 @@ class Args:
     checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
     resume: tuple[str, ...] | None = None  # go on with the runs of these checkpoints or folders
     evaluate: tuple[str, ...] | None = None  # do not train, evaluate these checkpoints or folders
-    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; if given, one at the end
+    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; also makes one at the end
     eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
     log_every: PositiveInt = 100  # agent steps between two log entries
     compile: bool = False  # compile the policy and the gradient step with torch.compile
@@ -189,7 +190,7 @@ def normal(*shape: int) -> Tensor:
 
 # [fast: flat] Adam, clipping and the targets' updates are an operation each. Measured for SAC: 1.05.
 class Flat(nn.Module):
-    """Networks on one flat tensor, `params`, that theirs become views of; the outputs of two are stacked."""
+    """Networks of one class on one tensor, `params`; theirs become views of it, which take no gradient."""
 
     def __init__(self, *networks: nn.Module):
         super().__init__()
@@ -206,8 +207,10 @@ class Flat(nn.Module):
         parts = self.params.split([math.prod(shape) for shape in self.shapes.values()])
         views = {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts, strict=True)}
         compute = partial(torch.func.functional_call, self.networks[0], args=inputs)
-        # [fast: both critics at once] vmap makes one batched product of a layer of both.
-        return compute(views) if len(self.networks) == 1 else torch.vmap(compute)(views)
+        if len(self.networks) == 1:
+            return compute(views)
+        # [fast: both critics at once] (2, batch, ...): vmap makes one batched product of a layer of both.
+        return torch.vmap(compute, randomness="different")(views)
 
 
 class Agents(nn.Module):  # [seeds: agents in front]
@@ -223,7 +226,7 @@ class Agents(nn.Module):  # [seeds: agents in front]
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         compute = partial(torch.func.functional_call, self.flats[0])
-        return torch.vmap(compute)({"params": self.params}, inputs)
+        return torch.vmap(compute, randomness="different")({"params": self.params}, inputs)
 
     def first(self, *inputs: Tensor) -> Tensor:
         """The outputs of the first network of each agent alone, (agents, batch, ...)."""
@@ -271,7 +274,7 @@ class OfAgent:  # [seeds: own runs]
             tensor.copy_(state[name])
 
 
-# ---- Run: command line, checkpoints, losses, signals, evaluation -------------------------------------------
+# ---- Run: command line, checkpoints, signals, evaluation ---------------------------------------------------
 def refuse(message: str) -> NoReturn:
     """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -279,8 +282,8 @@ def refuse(message: str) -> NoReturn:
 
 
 def parse_args() -> tuple[Args, list[dict]]:  # [seeds: own seeds, own runs]
-    """The arguments, and the checkpoints of --resume or --evaluate, from which arguments not given come."""
-    args, checkpoints, before = tyro.cli(Args), [], {}
+    """The arguments, and the checkpoints that give --resume its defaults, and --evaluate its env_id."""
+    args, checkpoints, saved = tyro.cli(Args), [], {}
     if args.resume and args.evaluate:
         refuse("--resume and --evaluate exclude each other")
     if args.resume or args.evaluate:
@@ -288,16 +291,19 @@ def parse_args() -> tuple[Args, list[dict]]:  # [seeds: own seeds, own runs]
         checkpoints = [load_checkpoint(replace(args, **{option: path})) for path in getattr(args, option)]
         if len({checkpoint["progress"]["global_step"] for checkpoint in checkpoints}) > 1 and args.resume:
             refuse("--resume takes checkpoints of one step")
-        saved = [checkpoint["args"] for checkpoint in checkpoints]
-        before = saved[0] | {"resume": None} if args.resume else {"env_id": saved[0]["env_id"]}
-        before |= {"seeds": tuple(one["seed"] for one in saved)}
-        args = tyro.cli(Args, default=Args(**before))
+        every = [checkpoint["args"] | {"resume": None} for checkpoint in checkpoints]
+        if args.resume and any(one | {"seed": every[0]["seed"]} != every[0] for one in every):
+            refuse("--resume takes checkpoints of runs with the same arguments but for the seed")
+        names = vars(args).keys() & every[0] if args.resume else ["env_id"]
+        saved = {name: every[0][name] for name in sorted(names)}
+        saved |= {"seeds": tuple(one["seed"] for one in every)}
+        args = tyro.cli(Args, default=Args(**saved))  # again, over these
     try:
         TypeAdapter(Args).validate_python(vars(args))
     except ValidationError as invalid:
         error = invalid.errors()[0]
         refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
-    for name, value in before.items():
+    for name, value in saved.items():
         option, now = f"--{name.replace('_', '-')}", getattr(args, name)
         if now != value and name in ("env_id", "seed", "seeds", "num_envs", "buffer_size"):
             refuse(f"{option} has to stay {value}, as in {checkpoints[0]['file']}, got {now}")
@@ -314,8 +320,8 @@ def parse_args() -> tuple[Args, list[dict]]:  # [seeds: own seeds, own runs]
 def load_checkpoint(args: Args) -> dict:
     """Read the checkpoint to resume or evaluate, of a folder the newest; nothing in it is executed."""
     path = Path(args.resume or args.evaluate)
-    files = path.glob("[0-9]*.pt" if args.resume else "*.pt")
-    file = max(files, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
+    in_folder = path.glob("[0-9]*.pt" if args.resume else "*.pt")  # none if it is a file itself
+    file = max(in_folder, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         script = checkpoint["script"]
@@ -392,9 +398,8 @@ if __name__ == "__main__":
     agent_args, progress, folders, locks = [], [], [], []
     for seed, path, checkpoint in zip(args.seeds, paths, checkpoints or [{}] * num_agents, strict=True):
         agent_args.append(replace(args, seed=seed, num_seeds=1, seeds=None, **{option: path}))
-        # How far the run is; "evaluated" is the step of the last evaluation, "best" the highest mean of one.
-        progress.append({"global_step": 0, "updates": 0, "updates_due": 0.0, "returns": []})
-        progress[-1] |= {"evaluated": 0, "best": -math.inf} | (checkpoint["progress"] if args.resume else {})
+        progress.append({"global_step": 0, "updates": 0, "updates_due": 0.0, "returns": [], "last_eval": 0})
+        progress[-1] |= {"best_eval": -math.inf} | (checkpoint["progress"] if args.resume else {})
         name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{seed}__{time.time():.6f}")
         folders.append(checkpoint["file"].parent if args.resume else Path("runs", name))
         folders[-1].mkdir(parents=True, exist_ok=bool(args.resume))
@@ -402,12 +407,13 @@ if __name__ == "__main__":
             locks.append(FileLock(folders[-1] / ".lock").acquire(timeout=0))
         except Timeout:
             refuse(f"--resume: a run is at work in {folders[-1]}")
-    global_step, updates, updates_due, *_ = progress[0].values()
+    global_step, updates = progress[0]["global_step"], progress[0]["updates"]
+    updates_due = progress[0]["updates_due"]
     returns = [of_agent["returns"] for of_agent in progress]
 
-    # The step that ends an episode also resets its environment; infos["final_obs"] has what it ended with.
     films = args.capture_video and not args.evaluate
     videos = folders[0] / f"videos/from_step_{global_step}" if films else None
+    # The step that ends an episode also resets its environment; infos["final_obs"] has what it ended with.
     env_fns = [partial(make_env, args, videos if i == 0 else None) for i in range(num_agents * args.num_envs)]
     # [seeds: own runs] Those of all agents, one after the other. Workers leave signals to this process.
     if args.env_workers:
@@ -455,7 +461,8 @@ if __name__ == "__main__":
     buffer = torch.zeros(num_agents, capacity, sum(columns), device=device)  # [seeds: agents in front]
     first_rows = torch.arange(num_agents, device=device)[:, None] * capacity
     streams = torch.zeros(num_agents, dtype=torch.int64, device=device)  # [seeds: own random numbers]
-    size = torch.tensor(min(max(global_step, 1), capacity), device=device)  # [fast: numbers as tensors]
+    # [fast: numbers as tensors] Rows in use, at least one for the warm-up.
+    size = torch.tensor(min(max(global_step, 1), capacity), device=device)
     names = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss", "actor_loss")
     # [fast: losses in place] [seeds: agents in front]
     losses = {name: torch.zeros(num_agents, device=device) for name in names}
@@ -516,19 +523,19 @@ if __name__ == "__main__":
         for name, value in values.items():
             losses[name].copy_(value.detach())  # [fast: losses in place]
 
-    def log_losses(agent: int, values: list[float]) -> None:  # [seeds: own runs]
-        """Write the latest losses of an agent; one that is not finite ends the run."""
+    def log_losses(agent: int, values: list[float]) -> None:  # [seeds: own runs, lost agents]
+        """Write the latest losses of an agent, which one that is not finite makes a lost one."""
         for name, loss in zip(losses, values, strict=True):
             writers[agent].add_scalar(f"losses/{name}", loss, global_step)
             if not math.isfinite(loss):
-                sys.exit(f"{Path(__file__).name}: error: {name} is {loss} at step {global_step}")
+                lost.setdefault(agent, f"{name} is {loss} at step {global_step}")
 
     # ---- Training ------------------------------------------------------------------------------------------
     for agent, checkpoint in enumerate(checkpoints):  # [seeds: own runs]
         state = states[agent]
         load_states({"actor": state["actor"]} if args.evaluate else state, checkpoint)
         if args.resume:
-            buffer[agent, :size] = checkpoint.pop("buffer")[:size]
+            buffer[agent, :size] = checkpoint.pop("buffer")
 
     # [fast: one graph] The policy and the two halves of a gradient step. Measured: 1.30 times eager.
     if args.compile:
@@ -538,7 +545,7 @@ if __name__ == "__main__":
         torch._inductor.config.split_reductions = False  # small sums: 10 of 45 launches less on a GPU
         compiled = partial(torch.compile, fullgraph=True)
         act, update_critics, update_actor = compiled(act), compiled(update_critics), compiled(update_actor)
-    # [fast: graph capture] A captured graph is launched at once; there is one a kind of gradient step.
+    # [fast: graph capture] One launch for all kernels of a call. A graph has no branches: one for each kind.
     cudagraphs = args.cudagraphs and device.type == "cuda"
     kinds = [(True,)] if args.policy_frequency == 1 else [(True,), (False,)]
     if cudagraphs:
@@ -558,6 +565,8 @@ if __name__ == "__main__":
                 act(torch.zeros(len(env_fns), obs_dim, device=device))  # [seeds: own runs]
                 update(*kind)
         except InductorError as error:  # no C++ compiler, no Python.h, a space in a path
+            if not isinstance(error.inner_exception, CppCompileError | InvalidCxxCompiler):
+                raise
             refuse(f"--compile: {str(error.inner_exception)[-300:]}")
         for state, before in zip(states, saved, strict=True):  # [seeds: own runs]
             load_states(state, before)
@@ -584,7 +593,7 @@ if __name__ == "__main__":
     eval_every, checkpoint_every = args.eval_every or math.inf, args.checkpoint_every or math.inf  # never
     actions_arrived = torch.get_device_module(device).Event()  # [fast: overlapped copy]
     startup_seconds = time.perf_counter() - START_TIME
-    sps, sps_start = None, (global_step, time.perf_counter())
+    sps, sps_step, sps_time = None, global_step, time.perf_counter()
     alive, lost = list(range(num_agents)), {}  # [seeds: lost agents]
     with closing(envs), bar, ExitStack() as logs:  # [seeds: own runs]
         for writer in writers:
@@ -594,8 +603,8 @@ if __name__ == "__main__":
                 actions = np.concatenate(action_space.sample())  # [seeds: own seeds]
             else:
                 if updates == first_update:
-                    sps_start = global_step, time.perf_counter()  # counted from the first step that learns
-                # [fast: overlapped copy] What `actions` shows is not there yet.
+                    sps_step, sps_time = global_step, time.perf_counter()  # from the first step that learns
+                # [fast: overlapped copy] It is under way: `actions` shows them only after `synchronize`.
                 actions = act(torch.from_numpy(obs).to(device, non_blocking=True))
                 actions = actions.to("cpu", non_blocking=True).numpy()
                 actions_arrived.record()
@@ -631,14 +640,11 @@ if __name__ == "__main__":
             if last or global_step % args.log_every < args.num_envs:
                 # [seeds: own runs, lost agents]
                 known = torch.stack([*losses.values()], dim=1).tolist()  # sync
-                sps = len(alive) * (global_step - sps_start[0]) / (time.perf_counter() - sps_start[1])
+                sps = len(alive) * (global_step - sps_step) / (time.perf_counter() - sps_time)
                 for agent in alive:
                     writers[agent].add_scalar("charts/SPS", sps / len(alive), global_step)
-                    try:
-                        if updates >= first_update + args.policy_frequency:  # all losses are known
-                            log_losses(agent, known[agent])
-                    except SystemExit as error:
-                        lost.setdefault(agent, str(error))
+                    if updates >= first_update + args.policy_frequency:  # all losses are known
+                        log_losses(agent, known[agent])
                     if agent in lost:
                         bar.write(f"seed {args.seeds[agent]} is lost: {lost[agent]}", file=sys.stderr)
                 alive = [agent for agent in alive if agent not in lost]
@@ -649,20 +655,21 @@ if __name__ == "__main__":
                 bar.update(global_step - bar.n)
                 for of_agent in progress:
                     of_agent |= {"global_step": global_step, "updates": updates, "updates_due": updates_due}
-                if global_step // eval_every > progress[alive[0]]["evaluated"] // eval_every:
+                if global_step // eval_every > progress[alive[0]]["last_eval"] // eval_every:
                     pause = time.perf_counter()
+                    scores = {}
                     for agent in alive:
                         policy = partial(best_action, actor=actors[agent])
-                        scores = evaluate(agent_args[agent], make_env(args), policy, stopping)
-                        if not stopping:
-                            of_agent, mean = progress[agent], float(np.mean(scores))
-                            writers[agent].add_scalar("charts/eval_return", mean, global_step)
-                            of_agent["evaluated"] = global_step
-                            if of_agent["best"] < mean < math.inf:
-                                of_agent["best"] = mean
-                                place = agent_args[agent], writers[agent], "best.pt"
-                                save_checkpoint(*place, states[agent], of_agent)
-                    sps_start = sps_start[0], sps_start[1] + time.perf_counter() - pause
+                        scores[agent] = evaluate(agent_args[agent], make_env(args), policy, stopping)
+                    for agent in alive if not stopping else []:
+                        of_agent, mean = progress[agent], float(np.mean(scores[agent]))
+                        writers[agent].add_scalar("charts/eval_return", mean, global_step)
+                        of_agent["last_eval"] = global_step
+                        if of_agent["best_eval"] < mean < math.inf:
+                            of_agent["best_eval"] = mean
+                            place = agent_args[agent], writers[agent], "best.pt"
+                            save_checkpoint(*place, states[agent], of_agent)
+                    sps_time += time.perf_counter() - pause
                 at_the_end = last and (args.save_model or args.checkpoint_every)
                 if at_the_end or global_step - saved_step >= checkpoint_every:
                     for agent in alive:
@@ -680,8 +687,8 @@ if __name__ == "__main__":
             eval_returns.append(evaluate(agent_args[agent], env, policy, stopping) if agent in alive else [])
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast: one graph]
-    best = [one["best"] if one["evaluated"] else None for one in progress]  # [seeds: own runs]
-    summary |= {"eval_returns": eval_returns, "best_eval_return": best}
+    best = [one["best_eval"] if math.isfinite(one["best_eval"]) else None for one in progress]
+    summary |= {"eval_returns": eval_returns, "best_eval_return": best}  # [seeds: own runs]
     summary |= {"updates": updates, "episodes": [len(totals) for totals in returns]}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         means = [float(np.mean(totals[-count:])) if totals else None for totals in returns]
