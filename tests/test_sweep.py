@@ -306,6 +306,8 @@ def refused(capsys, folder: Path, *args, gpus: tuple[str, ...] = ()) -> list[str
         (["--workers", "1000"], "--workers and --runs-per-gpu: 1000 runs at a time, and there are"),
         (["--runs-per-gpu", "2"], "--runs-per-gpu takes 1 where there is no GPU"),
         (["--options", "seed", "5"], "--options does not take seed: use --seeds"),
+        (["--options", "seeds", "5", "--modes", "seeds"], "--options does not take seeds: use --seeds"),
+        (["--options", "matmul_precision", "highest", "--modes", "tf32"], "matmul-precision, which the mode tf32"),
         (["--options", "env_id", "Acrobot-v1"], "--options does not take env-id: use --env-ids, "),
         (["--options", "no-compile", ""], "--options does not take no-compile: use --modes"),
         (["--options", "num-envs", "2", "evaluate", "runs"], "--options does not take evaluate: use the "),

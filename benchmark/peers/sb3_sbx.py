@@ -98,6 +98,8 @@ def main() -> None:
         parser.error(f"{args.peer} does not have {args.script}")
     given = {"learning_starts": args.learning_starts, "batch_size": args.batch_size}
     given |= {"n_steps": args.num_steps}
+    if (algorithm, entry.actions) not in OPTIONS:
+        parser.error(f"OPTIONS has no hyper-parameters of {algorithm} for {entry.actions} actions")
     options = OPTIONS[algorithm, entry.actions] | {name: value for name, value in given.items() if value}
     if algorithm == "DQN":  # train_freq counts steps of all environments at once
         options["gradient_steps"] = num_envs

@@ -37,6 +37,7 @@ PROFILES = {
 OWN = {
     "env-id": "--env-ids, --discrete-env-ids or --atari-env-ids",
     "seed": "--seeds",
+    "seeds": "--seeds",
     "total-timesteps": "--total-timesteps",
     "checkpoint-every": "--checkpoint-every",
     "compile": "--modes",
@@ -151,9 +152,12 @@ def check_args(args: Args) -> None:
             refuse(f"--{name.replace('_', '-')} takes a number from {low}, got {value}")
     if args.runs_per_gpu > 1 and args.cluster == "slurm":
         refuse("--runs-per-gpu takes 1 on Slurm, which gives each run GPUs of its own")
+    flags = {flag.removeprefix("--"): mode for mode in args.modes or () for flag in MODES[mode].flags}
     for name in further_options(args):
         if instead := OWN.get(name.removeprefix("no-")):
             refuse(f"--options does not take {name}: use {instead}")
+        if name in flags:
+            refuse(f"--options does not take {name}, which the mode {flags[name]} sets")
     check_interpreter("peers", args.peers)
     if not args.peers and set(args.modes or ()) & set(PEERS):
         refuse(f"--modes {', '.join(PEERS)} need --peers: use ./run.sh peers")
