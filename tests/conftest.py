@@ -1,6 +1,7 @@
 """What the tests share: the names of the scripts, ways to load and to run one, and what a run computed."""
 
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
+from benchmark.collection import COLLECTION, Algorithm
+
 # Now: a test that puts sys.modules back would have backends registered twice, which fails.
 torch._dynamo.backends.registry._lazy_import()
 # Two threads that meet after each tiny operation are slow, fifty times so beside a busy process.
@@ -35,10 +38,14 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 LEANRL = ROOT / "leanrl"
-SCRIPTS = [path.stem for path in sorted(LEANRL.glob("*.py")) if not path.stem.endswith(("compile", "_seeds"))]
+SCRIPTS = [*COLLECTION]
 TWINS = [f"{name}_torchcompile" for name in SCRIPTS]
 SEEDS = sorted(path.stem for path in LEANRL.glob("*_seeds.py"))
-NOT_ATARI = [name for name in SCRIPTS if "atari" not in name]
+
+
+def algorithm(name: str) -> Algorithm:
+    """What the collection says of the algorithm of a script or twin."""
+    return COLLECTION[name.removesuffix("_torchcompile").removesuffix("_seeds")]
 
 
 @cache
@@ -52,24 +59,43 @@ def text(name: str) -> str:
     return (LEANRL / f"{name}.py").read_text()
 
 
-def having(passage: str) -> list[str]:
-    """The eager scripts with a passage, each followed by its twin."""
-    return [name for pair in zip(SCRIPTS, TWINS, strict=True) if passage in text(pair[0]) for name in pair]
+def takes(name: str, argument: str) -> bool:
+    """Whether a script has an argument on its command line."""
+    return argument in load(name)["Args"].__annotations__
 
 
-OFF_POLICY, ON_POLICY, DQN = having("SAME_STEP"), having("def gae("), having("class QNetwork")
-DISCRETE = having("gym.spaces.Discrete")
-ACTOR_CRITIC = [name for name in OFF_POLICY if name not in DQN]
+def those(belongs: Callable[[str], bool]) -> list[str]:
+    """The eager scripts of which something is true, each followed by its twin."""
+    return [name for pair in zip(SCRIPTS, TWINS, strict=True) if belongs(pair[0]) for name in pair]
+
+
+ON_POLICY = those(lambda name: algorithm(name).on_policy)
+OFF_POLICY = those(lambda name: not algorithm(name).on_policy)
+DISCRETE = those(lambda name: algorithm(name).actions == "discrete")
+ATARI = those(lambda name: algorithm(name).actions == "atari")
+NOT_ATARI = [name for name in SCRIPTS if name not in ATARI]
+DQN = [name for name in OFF_POLICY if name in DISCRETE]
+ACTOR_CRITIC = [name for name in OFF_POLICY if name not in DISCRETE]
 # Arguments for a run of some 300 steps that performs updates, one a step if it is off-policy.
-SHORT = dict.fromkeys(OFF_POLICY, ("--learning-starts", "100", "--total-timesteps", "300"))
 EACH_STEP = ("--train-frequency", "1", "--target-network-frequency", "3")
+SHORT = dict.fromkeys(OFF_POLICY, ("--learning-starts", "100", "--total-timesteps", "300"))
 SHORT |= {name: (*EACH_STEP, *SHORT[name]) for name in DQN}
 ROLLOUTS = ("--num-envs", "2", "--num-steps", "50", "--num-minibatches", "5", "--update-epochs", "2")
 SHORT |= dict.fromkeys(ON_POLICY, (*ROLLOUTS, "--total-timesteps", "300"))
+# All that a test may see of the inside of a run: names in the body of a script. Whoever renames one there
+# renames it here, and in the tests that ask for it. Else tests ask for files, printed lines and the summary.
+INNER = {
+    *("args", "summary", "device", "folder", "START_TIME"),  # what runs, where and since when
+    *("global_step", "updates", "returns", "updates_due"),  # how far it is
+    *("envs", "env", "obs_moments", "return_moments"),  # what it learns in, and is evaluated in
+    *("act", "policy", "best_action", "prepare", "update", "kinds"),  # the algorithm
+    *("state", "losses", "buffer", "size", "rollout", "rollout_obs", "batch", "columns", "batch_columns"),
+    *("folders", "writers", "states", "streams"),  # of many agents
+}
 
 
 def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> dict:
-    """Train in this process, in a temporary directory unless told another; returns all globals of the script.
+    """Train in this process, in a temporary directory unless told another; returns what INNER names.
 
     "logged" has what it wrote to TensorBoard, by name: steps and values. Afterwards signals mean what they
     did before, and the folder of the run is no longer locked.
@@ -93,7 +119,15 @@ def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> 
                 call.args[0].release(force=True)
     for _, tag, value, step in (call.args for call in add.call_args_list):
         logged.setdefault(tag, []).append((step, float(value)))
-    return result | {"logged": logged}
+    return {name: value for name, value in result.items() if name in INNER} | {"logged": logged}
+
+
+@contextmanager
+def draws_of_a_twin() -> Iterator[None]:
+    """Let an eager script draw the batches of its twin, where a graph would freeze a number for the bound."""
+    draw = torch.randint
+    with patch("torch.randint", lambda bound, *args, **options: draw(2**62, *args, **options) % bound):
+        yield
 
 
 def world(name: str, kind: str) -> tuple[str, str]:
@@ -103,7 +137,7 @@ def world(name: str, kind: str) -> tuple[str, str]:
 
 def scripted_world(name: str) -> tuple[str, str]:
     """The argument for a script's scripted world; Atari's needs ScriptedGames in place of EnvPool, too."""
-    return ("--env-id", "Breakout-v5") if "atari" in name else world(name, "Scripted")
+    return ("--env-id", "Breakout-v5") if name in ATARI else world(name, "Scripted")
 
 
 def play(name: str, *args, **options) -> dict:
@@ -118,13 +152,27 @@ def instances(result: dict) -> list:
 
 
 @contextmanager
-def changed(name: str, passage: str, other: str) -> Iterator[None]:
-    """Have `run` take this script with another text in place of a passage."""
-    before = text(name)
-    assert passage in before
+def changed(name: str, *passages: str) -> Iterator[None]:
+    """Have `run` take a script with another text in place of each passage, which stands before it here."""
+    content = text(name)
+    for passage, other in zip(passages[::2], passages[1::2], strict=True):
+        assert passage in content
+        content = content.replace(passage, other)
     with TemporaryDirectory() as folder, patch.dict(globals(), LEANRL=Path(folder)):
-        (Path(folder) / f"{name}.py").write_text(before.replace(passage, other))
+        (Path(folder) / f"{name}.py").write_text(content)
         yield
+
+
+def named(rows: Tensor, columns: dict[str, int]) -> dict[str, Tensor]:
+    """The columns of rows, (..., its width), by the names that a script gives them."""
+    return dict(zip(columns, rows.split([*columns.values()], dim=-1), strict=True))
+
+
+def rates(name: str, rate: float) -> list[str]:
+    """Arguments that set all learning rates of a script."""
+    found = [field for field in load(name)["Args"].__annotations__ if re.search("_lr$|learning_rate$", field)]
+    found = [f"--{field.replace('_', '-')}" for field in found if field != "anneal_lr"]
+    return [word for flag in found for word in (flag, str(rate))]
 
 
 @cache
@@ -169,7 +217,8 @@ def refusal(capfd) -> Callable[..., str]:
             start(name, *args, **options)
         assert raised.value.code == 2
         printed = capfd.readouterr()
-        [line] = printed.err.splitlines()
+        *others, line = printed.err.splitlines()  # which may follow what it has read
+        assert all(other.startswith(("Going on from ", "Evaluating ")) for other in others)
         assert printed.out == "" and line.startswith(f"{name}.py: error: ")
         return line.removeprefix(f"{name}.py: error: ")
 
@@ -198,11 +247,11 @@ def start(name: str, directory: Path, *args, **others) -> subprocess.Popen:
 
 
 def adam_state(globals_: dict, name: str) -> dict[str, Tensor]:
-    """Moments and steps of an optimizer, for each parameter, like "step.fc1.weight", whatever the script."""
+    """Moments and steps of an optimizer, for each parameter, like "step.qf1.fc1.weight", in either file."""
     optimizer, found = globals_["state"][name], {}
     flat = optimizer.params[0] if isinstance(optimizer, nn.Module) else None  # of a twin
-    modules = [item for item in globals_["state"].values() if isinstance(item, nn.Module)]
-    for key, param in (named for module in modules for named in module.named_parameters()):
+    modules = [(name, item) for name, item in globals_["state"].items() if isinstance(item, nn.Module)]
+    for key, param in (named for name, module in modules for named in module.named_parameters(prefix=name)):
         moments = {}
         if flat is None:
             moments = optimizer.state.get(param, {})

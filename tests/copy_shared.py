@@ -2,33 +2,66 @@
 
     python tests/copy_shared.py            copies, and names the files that it has changed
 
-The section Run goes from leanrl/sac_continuous_action.py to all scripts. Arguments, Environment and Networks
-go from each eager script to its twin, which keeps its flags and what it adds below its first `# [fast k]`.
-Flat and Adam go from SAC's twin to the other twins and the scripts of many agents, Flat not to Atari's twin.
-tests/test_twins.py checks that all of this is equal.
+From leanrl/sac_continuous_action.py the section Run goes to all scripts, and PASSAGES of its body to all but
+those of many agents, which also have a `parse_args` of their own. Arguments, Environment and Networks go from
+each eager script to its twin, which keeps its flags and what it adds below its first `# [fast`. Adam goes
+from SAC's twin to the other twins and to the scripts of many agents; Flat goes to the twins that hold several
+networks, and from DQN's twin to those that hold one, but for Atari's. The version in CITATION.cff goes to the
+first line of each file. tests/test_twins.py checks that all of this is equal.
 """
 
 import re
 from pathlib import Path
 
-LEANRL = Path(__file__).parent.parent / "leanrl"
-SOURCE = "sac_continuous_action"
+ROOT = Path(__file__).parent.parent
+LEANRL = ROOT / "leanrl"
+# What a passage that is the same in all scripts begins and ends with.
+PASSAGES = {
+    "    device = torch.device(": "    torch.set_flush_denormal(",
+    "    name = re.sub(": '        refuse(f"--resume: a run is at work',
+    "    def log_losses(": "                sys.exit(",
+    "    if args.track:\n        import": "    writer.add_text(",
+    "    bar = tqdm(": "    stopping = ",
+    "    if args.track:\n        wandb": '    summary = {"script":',
+    "    best = ": "        sys.exit(128",
+}
 
 
 def section(text: str, name: str) -> str:
-    """A section of a script, from its rule to the next one or to the body of the module."""
+    """A section of a script above its body, from its rule to the next one or to the body."""
     return re.search(rf"^# ---- {name}.*?(?=^# ---- |^if __name__)", text, re.MULTILINE | re.DOTALL).group()
 
 
 def definition(text: str, title: str) -> str:
-    """A class or function of a script by its title, like "class Flat", with the blank lines below it."""
-    return re.search(rf"^{title}\(.*?\n\n\n", text, re.MULTILINE | re.DOTALL).group()
+    """A class or function of a script by its title, like "class Flat(", with the blank lines below it."""
+    return re.search(rf"^{re.escape(title)}.*?\n\n\n", text, re.MULTILINE | re.DOTALL).group()
+
+
+def passage(text: str, first: str) -> str:
+    """One of PASSAGES in a script, by what it begins with."""
+    begin = text.index(f"\n{first}") + 1
+    last = text.index(f"\n{PASSAGES[first]}", begin) + 1
+    return text[begin : text.find("\n", last) + 1]
 
 
 def shared(name: str, text: str) -> str:
     """The text of the script `name`, with what it shares as in the script where that is written."""
-    source, twin = ((LEANRL / f"{SOURCE}{kind}.py").read_text() for kind in ("", "_torchcompile"))
-    text = text.replace(section(text, "Run"), section(source, "Run"))
+    source, twin, one_network = (
+        (LEANRL / f"{file}.py").read_text()
+        for file in ("sac_continuous_action", "sac_continuous_action_torchcompile", "dqn_torchcompile")
+    )
+    version = re.search(r"^version: (\S+)", (ROOT / "CITATION.cff").read_text(), re.MULTILINE).group(1)
+    text = re.sub("^# LeanRL .*", f"# LeanRL {version}", text)
+    run = section(source, "Run")
+    if name.endswith("_seeds"):
+        run = run.replace(definition(run, "def parse_args("), definition(text, "def parse_args("))
+    text = text.replace(section(text, "Run"), run)
+    if name.endswith(("_torchcompile", "_seeds")):
+        text = text.replace(definition(text, "class Adam("), definition(twin, "class Adam("))
+    if name.endswith("_seeds"):
+        return text
+    for first in PASSAGES:
+        text = text.replace(passage(text, first), passage(source, first))
     if name.endswith("_torchcompile"):
         eager = (LEANRL / f"{name.removesuffix('_torchcompile')}.py").read_text()
         flags = "".join(re.findall(r"(?m)^    (?:compile|cudagraphs): .*\n", text))
@@ -37,9 +70,11 @@ def shared(name: str, text: str) -> str:
         text = text.replace(section(text, "Environment"), section(eager, "Environment"))
         networks = section(text, "Networks")
         text = text.replace(networks, section(eager, "Networks") + networks[networks.index("# [fast") :])
-    if name.endswith(("_torchcompile", "_seeds")):
-        for copied in ["class Adam"] if "atari" in name else ["class Flat", "class Adam"]:
-            text = text.replace(definition(text, copied), definition(twin, copied))
+        flat = definition(text, "class Flat(")
+        if "(self, *networks" in flat:
+            text = text.replace(flat, definition(twin, "class Flat("))
+        elif "as_shape(" not in flat:  # in which the channels of images come last
+            text = text.replace(flat, definition(one_network, "class Flat("))
     return text
 
 

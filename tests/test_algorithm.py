@@ -2,22 +2,22 @@
 
 import copy
 import math
-from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from conftest import EACH_STEP, TWINS, changed, having, load, play
+from conftest import ACTOR_CRITIC, ATARI, DQN, EACH_STEP, SCRIPTS, TWINS, changed, draws_of_a_twin, load, play
 from torch import nn
 from torch.distributions import Categorical, Normal
 
 CPU = torch.device("cpu")
 
 
-def each_script(passage: str):
-    """Run a test with every eager script that has a passage; twins have these definitions to the letter."""
-    scripts = [pytest.param(load(name), id=name) for name in having(passage) if name not in TWINS]
-    return pytest.mark.parametrize("script", scripts)
+def each_script(*definitions: str, of: list[str] = SCRIPTS):
+    """Run a test with every eager script that has these; twins have them to the letter."""
+    scripts = [name for name in SCRIPTS if name in of and all(title in load(name) for title in definitions)]
+    return pytest.mark.parametrize("script", [pytest.param(load(name), id=name) for name in scripts])
 
 
 @pytest.fixture(autouse=True)
@@ -26,24 +26,16 @@ def seeded():
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
-@each_script("class Critic")
-def test_critic_is_two_stacks_of_layers_that_start_as_linear_ones_do(script):
-    layer, linear = script["EnsembleLinear"](2, 400, 300, CPU), nn.Linear(400, 300)
-    for params in (*layer.weight, *layer.bias, linear.weight, linear.bias):
-        assert 0.9 * 400**-0.5 < params.abs().max() <= 400**-0.5
-        assert params.std().item() == pytest.approx((3 * 400) ** -0.5, rel=0.1)
-    assert not torch.isclose(*layer.weight).all()
-    critic = script["Critic"](5, 2, CPU)
-    obs, actions = torch.randn(9, 5), torch.randn(9, 2)
-    for index in range(2):
-        x = torch.cat([obs, actions], 1)
-        for layer in (critic.fc1, critic.fc2, critic.fc3):
-            x = nn.functional.linear(x, layer.weight[index].T, layer.bias[index, 0])
-            x = x if layer is critic.fc3 else x.relu()
-        torch.testing.assert_close(critic(obs, actions)[index], x[:, 0])
+@each_script("QNetwork", of=ACTOR_CRITIC)
+def test_a_critic_is_a_stack_of_layers(script):
+    obs, actions, critic = torch.randn(9, 5), torch.randn(9, 2), script["QNetwork"](5, 2, CPU)
+    x, (*hidden, last) = torch.cat([obs, actions], 1), critic.children()
+    for layer in hidden:
+        x = (x @ layer.weight.T + layer.bias).clip(min=0)
+    torch.testing.assert_close(critic(obs, actions), x @ last.weight.T + last.bias)
 
 
-@each_script("class QNetwork")
+@each_script("QNetwork", of=DQN)
 def test_bytes_are_seen_between_0_and_1(script):
     network, images = script["QNetwork"](5, 3, CPU), torch.tensor([[0, 1, 100, 254, 255]], dtype=torch.uint8)
     torch.testing.assert_close(network(images), network(images.double().div(255).float()))
@@ -54,14 +46,14 @@ def agent_of(script: dict) -> nn.Module:
     return script["Agent"](3, CPU) if "Games" in script else script["Agent"](5, 3, CPU)
 
 
-@each_script("class Games")
+@each_script("Agent", of=ATARI)
 def test_agent_sees_frames_between_0_and_1(script):
     agent, obs = agent_of(script), torch.randint(256, (2, 84, 84, 4), dtype=torch.uint8)
     hidden = agent.network(obs.movedim(-1, 1).contiguous().double().div(255).float())
-    torch.testing.assert_close(agent(obs), (agent.actor(hidden), agent.critic(hidden)[:, 0]))
+    torch.testing.assert_close(agent(obs), (agent.actor(hidden), agent.critic(hidden)))
 
 
-@each_script("def layer_init(")
+@each_script("Agent", "layer_init")
 def test_agent_starts_orthogonal(script):
     agent, root = agent_of(script), 2**0.5
     gains = [root, root, root, root, 0.01, 1.0] if "Games" in script else [root, root, 1.0, root, root, 0.01]
@@ -73,7 +65,7 @@ def test_agent_starts_orthogonal(script):
 
 
 # ---- Actions and moments -----------------------------------------------------------------------------------
-@each_script("def sample_actions(")
+@each_script("Actor", "sample_actions")
 def test_log_std_stays_in_its_range_and_saturated_actions_have_finite_log_prob(script):
     log_std = script["Actor"](5, 2, CPU)(1e6 * torch.randn(100, 5))[1]
     assert (log_std.min().item(), log_std.max().item()) == (-5, 2)
@@ -86,23 +78,24 @@ def test_log_std_stays_in_its_range_and_saturated_actions_have_finite_log_prob(s
     u = mean + log_std.exp() * torch.randn_like(mean)
     # That far out, 1 - tanh(u)^2 is 4 exp(-2 |u|).
     expected = Normal(mean, log_std.exp()).log_prob(u) - math.log(4) + 2 * u.abs()
-    torch.testing.assert_close(log_prob, expected.sum(1))
+    torch.testing.assert_close(log_prob, expected.sum(1, keepdim=True))
     log_prob.sum().backward()
     assert mean.grad.isfinite().all() and log_std.grad.isfinite().all()
 
 
-@each_script("nvec: list[int]")
+@each_script("categorical_log_prob", "DISCRETE")
 def test_an_action_of_several_parts_has_their_log_probs_and_entropies(script):
     nvec, logits = [3, 4], torch.randn(20, 7)
     actions = torch.stack([torch.randint(n, (20,)) for n in nvec], dim=1)
     parts = [Categorical(logits=part) for part in logits.split(nvec, dim=1)]
     log_prob = sum(part.log_prob(action) for part, action in zip(parts, actions.unbind(1), strict=True))
+    entropy = sum(part.entropy() for part in parts)
     found = script["categorical_log_prob"](actions.float(), logits, nvec)
-    torch.testing.assert_close(found, (log_prob, sum(part.entropy() for part in parts)))
+    torch.testing.assert_close(found, (log_prob[:, None], entropy[:, None]))
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@each_script("class RunningMoments")
+@each_script("RunningMoments")
 def test_running_moments_are_those_of_all_rows(script, dtype):
     normal, moments = np.random.default_rng(0).normal, script["RunningMoments"](2)
     assert np.isfinite(moments.std()).all()
@@ -119,30 +112,31 @@ def test_running_moments_are_those_of_all_rows(script, dtype):
 
 
 # ---- Flat networks and their optimizer ---------------------------------------------------------------------
-WIDTHS = {"Actor": [5], "Critic": [5, 2], "Agent": [5], "QNetwork": [5]}  # of inputs
-KINDS = [(name, kind) for name in TWINS for kind in WIDTHS if kind in load(name)]
+KINDS = [(name, kind) for name in TWINS for kind in ("Actor", "QNetwork", "Agent") if kind in load(name)]
 
 
 @pytest.mark.parametrize(("name", "kind"), KINDS)
-def test_a_network_and_its_flat_one_have_the_same_memory(name, kind):
-    """So a checkpoint has the names of the network, and the flat one computes with what is loaded."""
-    script = load(name)
-    network = agent_of(script) if kind == "Agent" else script[kind](5, 2, CPU)
-    inputs = [torch.randn(7, width) for width in WIDTHS[kind]]
-    inputs = [torch.randint(256, (7, 84, 84, 4), dtype=torch.uint8)] if "Games" in script else inputs
-    plain = copy.deepcopy(network)
-    flat, target = script["Flat"](network), script["Flat"](copy.deepcopy(plain).requires_grad_(False))
-    assert not any(param.requires_grad for param in network.parameters())
+def test_networks_and_their_flat_one_have_the_same_memory(name, kind):
+    """So a checkpoint has the names of the networks, and the flat one computes with what is loaded."""
+    script, two = load(name), name in ACTOR_CRITIC and kind == "QNetwork"
+    make = partial(agent_of, script) if kind == "Agent" else partial(script[kind], 5, 2, CPU)
+    networks, inputs = [make() for _ in range(1 + two)], [torch.randn(7, 5), torch.randn(7, 2)][: 1 + two]
+    inputs = [torch.randint(256, (7, 84, 84, 4), dtype=torch.uint8)] if name in ATARI else inputs
+    plain, fixed = copy.deepcopy(networks), [net.requires_grad_(False) for net in copy.deepcopy(networks)]
+    flat, target = script["Flat"](*networks), script["Flat"](*fixed)
+    params = [(key, param) for network in networks for key, param in network.named_parameters()]
+    assert not any(param.requires_grad for _, param in params)
     # Compiled code that moves a target would else be a forward pass, with a backward that nobody calls.
     assert flat.params.requires_grad and not target.params.requires_grad
-    for param in plain.parameters():
-        param.data += 0.1 * torch.randn_like(param)
-    network.load_state_dict(plain.state_dict())
-    torch.testing.assert_close(flat(*inputs), plain(*inputs))
-    # Each that a vector instruction could load whole begins where one may: at a multiple of 16 numbers.
-    even = [shape.numel() % 16 == 0 for shape in flat.shapes.values()]
-    assert even == sorted(even, reverse=True) and True in even
-    for key, param in network.named_parameters():
+    for network, other in zip(networks, plain, strict=True):
+        for param in other.parameters():
+            param.data += 0.1 * torch.randn_like(param)
+        network.load_state_dict(other.state_dict())
+    expected = torch.stack([other(*inputs) for other in plain]) if two else plain[0](*inputs)
+    torch.testing.assert_close(flat(*inputs), expected)
+    assert sum(param.numel() for _, param in params) == flat.params.numel()
+    for key, param in params:
+        # Each that a vector instruction could load whole begins where one may: at a multiple of 16 numbers.
         assert param.numel() % 16 or param.storage_offset() % 16 == 0, key
         if param.dim() == 4:  # channels last, or PyTorch would convert a convolution's weights at each call
             assert param.is_contiguous(memory_format=torch.channels_last), key
@@ -166,63 +160,55 @@ def test_adam_is_that_of_torch(lr, eps, max_norm):
 
 
 # ---- Policies in NumPy -------------------------------------------------------------------------------------
-DQN, CHOICES, _, PPO, *_ = TWINS
-ARGS = {DQN: (*EACH_STEP, "--batch-size", 4, "--learning-starts", 10, "--total-timesteps", 42)}
-ARGS[PPO] = ARGS[CHOICES] = (
-    "--num-minibatches",
-    1,
-    "--update-epochs",
-    1,
-    "--num-steps",
-    16,
-    "--total-timesteps",
-    200,
-)
+CHOICES, PPO = "ppo_torchcompile", "ppo_continuous_action_torchcompile"
+ARGS = dict.fromkeys((PPO, CHOICES), ("--num-minibatches", 1, "--update-epochs", 1, "--num-steps", 2))
+ARGS |= dict.fromkeys(DQN, (*EACH_STEP, "--batch-size", 4, "--learning-starts", 10, "--buffer-size", 1000))
 OWN = """own = type("Own", (nn.Sequential,), {"forward": lambda s, x: 2 * nn.Sequential.forward(s, x)})
         self.actor_mean = own("""
 BUFFER = "self.fc3 = nn.Linear(84, num_actions, device=device); self.register_buffer('b', torch.zeros(()))"
-# What acts: in a twin, with so many environments, and with a network that is another in a passage.
+# Twins, whether they act in PyTorch, with so many environments and a network that is another in a passage.
 POLICIES = [
-    ("numpy", DQN, 64),
-    ("torch", DQN, 65),
-    ("numpy", PPO, 256),
-    ("numpy", CHOICES, 256),
-    ("torch", CHOICES, 257),
-    ("torch", PPO, 257),
-    ("torch", DQN, 1, "F.relu(self.fc1(x))", "torch.tanh(self.fc1(x))"),
-    ("torch", DQN, 1, "nn.Linear(120, 84, ", "nn.Linear(120, 84, bias=False, "),
-    ("torch", DQN, 1, "self.fc3 = nn.Linear(84, num_actions, device=device)", BUFFER),
-    ("torch", DQN, 1, "if obs.dtype == torch.uint8 else obs", "if False else obs.clamp(-1, 1)"),
-    ("torch", PPO, 1, "nn.Tanh(),", "nn.ReLU(),"),
-    ("torch", PPO, 1, "self.actor_logstd =", "self.actor_mean[2].bias = None; self.actor_logstd ="),
-    ("torch", PPO, 1, "self.actor_mean = nn.Sequential(", OWN),
+    (DQN[1], False, 64),
+    (DQN[1], True, 65),
+    (PPO, False, 256),
+    (CHOICES, False, 256),
+    (CHOICES, True, 257),
+    (PPO, True, 257),
+    (DQN[1], True, 1, "F.relu(self.fc1(x))", "torch.tanh(self.fc1(x))"),
+    (DQN[1], True, 1, "nn.Linear(120, 84, ", "nn.Linear(120, 84, bias=False, "),
+    (DQN[1], True, 1, "self.fc3 = nn.Linear(84, num_actions, device=device)", BUFFER),
+    (DQN[1], True, 1, "if obs.dtype == torch.uint8 else obs", "if False else obs.clamp(-1, 1)"),
+    (PPO, True, 1, "nn.Tanh(),", "nn.ReLU(),"),
+    (PPO, True, 1, "self.actor_logstd =", "self.actor_mean[2].bias = None; self.actor_logstd ="),
+    (PPO, True, 1, "self.actor_mean = nn.Sequential(", OWN),
 ]
 
 
 @pytest.mark.parametrize("case", POLICIES, ids=str)
-def test_numpy_acts_in_few_environments_with_networks_that_it_knows(case, capfd):
-    how, twin, num_envs, *passages = case
-    args = ("--buffer-size", 1000) if twin == DQN else ("--num-steps", 2)
-    args = (*ARGS[twin], *args, "--num-envs", num_envs, "--total-timesteps", 3 * num_envs + 42)
-    with changed(twin, *passages) if passages else nullcontext():
-        result = play(twin, *args)
-    assert result["policy"] is result[f"{how}_policy"]
-    assert capfd.readouterr().err.count("acting in PyTorch") == (how == "torch")
+def test_a_policy_is_its_network_in_numpy_too_which_acts_where_it_knows_it(case, capfd, tmp_path):
+    twin, in_pytorch, num_envs, *passages = case
+    greedy = ("--start-e", 0, "--end-e", 0) if twin in DQN else ()
+    args = (*ARGS[twin], *greedy, "--num-envs", num_envs, "--learning-rate", 0.1, "--save-model")
+    with changed(twin, *passages):
+        play(twin, *args, "--total-timesteps", 3 * num_envs + 42, directory=tmp_path)
+        capfd.readouterr()
+        # Nothing is learnt here: the policy in NumPy is that of the network at the start of a rollout.
+        [folder], more = (
+            tmp_path.glob("runs/*"),
+            ("--total-timesteps", 9 * num_envs + 42, "--learning-rate", 0),
+        )
+        result = play(twin, "--resume", folder, *more)
+    assert capfd.readouterr().err.count("acting in PyTorch") == in_pytorch
+    network, obs = result["state"]["q_network" if twin in DQN else "agent"], torch.randn(num_envs, 4)
+    with torch.no_grad():
+        expected = network(obs).argmax(dim=1) if twin in DQN else network(obs)[0]
+    torch.testing.assert_close(torch.from_numpy(result["policy"](obs.numpy())), expected)
 
 
-def test_policies_in_numpy_are_the_networks():
-    """Of DQN, that has a copy of the parameters, after each gradient step."""
-    compare = 'globals().setdefault("equal", []).append(torch.equal(host_params, flat_network.params))'
-    with changed(DQN, "actions = policy(obs)", f"{compare}; actions = policy(obs)"):
-        dqn = play(DQN, *ARGS[DQN], "--num-envs", 3)
-    ppo, choices = (play(name, *ARGS[name]) for name in (PPO, CHOICES))
-    assert len(dqn["equal"]) == 14 and all(dqn["equal"])
-    pairs = (ppo, ppo["agent"].actor_mean), (choices, choices["agent"].actor)
-    for param in (*dqn["host_network"].parameters(), *pairs[0][1].parameters(), *pairs[1][1].parameters()):
-        param.data.normal_()  # biases that matter, and outputs of some size
-    dqn["epsilon"].fill_(0)
-    obs = torch.randn(100, 4)
-    assert np.array_equal(dqn["numpy_policy"](obs.numpy()), dqn["host_network"](obs).argmax(dim=1))
-    for run, network in pairs:
-        for policy in (run["numpy_policy"], run["torch_policy"]):
-            torch.testing.assert_close(torch.from_numpy(policy(obs.numpy())), network(obs))
+def test_a_policy_in_numpy_has_the_parameters_of_the_last_gradient_step():
+    """By a learning rate with which each step prefers other actions."""
+    args = (*ARGS[DQN[0]], "--learning-rate", 1, "--start-e", 0, "--end-e", 0, "--total-timesteps", 60)
+    with draws_of_a_twin():
+        eager = play(DQN[0], *args)
+    assert torch.equal(eager["buffer"][:60, 0], play(DQN[1], *args)["buffer"][:60, 0])
+    assert len(eager["buffer"][40:60, 0].unique()) > 1

@@ -14,13 +14,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
+import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import DQN, OFF_POLICY, SCRIPTS, SHORT, TWINS, checkpoints, cli, curves, instances, play, start
+from conftest import ATARI, DQN, OFF_POLICY, SCRIPTS, SHORT, TWINS, checkpoints, curves, play, run, start
 from envs import Bytes, Scripted, episode_end, game_rows, scripted_rows
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch import nn, optim
 from torch.testing import assert_close
 
 TD3, PPO = "td3_continuous_action", "ppo_continuous_action"
@@ -42,7 +42,7 @@ def short(name: str, steps: int = 300) -> tuple:
 
 def save_in_order(checkpoint: dict, file: Path, save: Callable = torch.save) -> None:
     """In place of torch.save: what was logged is on the disk, and older ones are until this one is whole."""
-    assert curves(file.parent)["charts/SPS"][-1][0] == checkpoint["progress"][0]
+    assert curves(file.parent)["charts/SPS"][-1][0] == checkpoint["progress"]["global_step"]
     assert [*file.parent.glob("[0-9]*.pt")] or not checkpoint["args"]["resume"]
     assert file.suffix != ".pt"
     save(checkpoint, file)
@@ -63,20 +63,17 @@ def trained(name: str, directory: Path) -> tuple[dict, Path]:
 
 
 def go_on(name: str, steps: int, path: Path, *args) -> dict:
-    """Resume a run from a checkpoint, or from the newest in a folder, some time later."""
+    """Resume a run from a checkpoint, or from the newest in a folder, some time later, with its arguments."""
     with patch("time.time", lambda: next(LATER)):
-        return play(name, *short(name, steps), *args, "--resume", path)
+        return play(name, "--resume", path, "--total-timesteps", steps, *args)
 
 
 def lasting(result: dict) -> dict:
     """All that lasts in a run: progress, networks, moments of Adam, normalisers, replay buffer."""
     found = {key: result.get(key) for key in ("global_step", "updates", "updates_due", "returns")}
     found |= {"buffer": result["buffer"]} if "size" in result else {}
-    for name, item in (*result["state"].items(), *result.items()):
-        if isinstance(item, nn.Module | optim.Optimizer) and name != "host_network":  # copied before it acts
-            found[name] = {key: value for key, value in item.state_dict().items() if key != "param_groups"}
-        elif isinstance(item, result.get("RunningMoments", ())):
-            found[name] = vars(item)
+    for name, item in result["state"].items():
+        found[name] = {key: value for key, value in item.state_dict().items() if key != "param_groups"}
     return found
 
 
@@ -100,9 +97,9 @@ def test_a_run_goes_on_from_what_was_saved(name, tmp_path):
     assert begin + 100 < end <= 500
     # Other numbers are drawn from here on, by PyTorch and by the environments.
     first = np.random.SeedSequence([1, 0]).generate_state(4).tolist()
-    assert on["sequence"].entropy == [1, begin] and torch.initial_seed() not in {1, *first}
-    seeds = ({seed for env in instances(result) for seed in env.seeds} - {None} for result in (before, on))
-    assert not set.intersection(*seeds)
+    assert torch.initial_seed() not in {1, *first}
+    seeds = ([seed for env in conftest.instances(r) for seed in env.seeds] for r in (before, on))
+    assert set.intersection(*map(set, seeds)) <= {None}
     if name in OFF_POLICY:  # as many gradient steps as in one run, and rows where they would be
         assert on["updates"] == ((end - 101) // 7 if name in DQN else math.ceil(0.7 * (end - 101)))
         rows = (on["buffer"] != before["buffer"]).any(dim=1).nonzero().flatten().tolist()
@@ -125,40 +122,58 @@ def test_a_run_goes_on_from_what_was_saved(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["sac_continuous_action", "sac_continuous_action_torchcompile"])
-def test_what_differs_is_told_and_holds_from_there_on(name, tmp_path, capfd):
+def test_arguments_are_the_old_ones_and_what_differs_is_told_and_holds_from_there_on(name, tmp_path, capfd):
     before, path = trained(name, tmp_path)
-    learnt = before["log_alpha"].exp().item()
+    learnt = before["state"]["log_alpha"][0].exp().item()
     assert abs(learnt - 0.5) > 0.1
-    after = go_on(name, 310, path, "--q-lr", "1e-4", "--exp-name", "another", "--save-model")
-    assert sorted(line for line in capfd.readouterr().err.splitlines() if line.startswith("--")) == [
-        "--eval-episodes None from here on, it was 3",
+    after = go_on(name, 310, path, "--q-lr", "1e-4", "--exp-name", "another")
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == f"Going on from {path}"
+    assert sorted(line for line in lines if line.startswith("--")) == [
         f"--exp-name another from here on, it was {name}",
         "--q-lr 0.0001 from here on, it was 0.001",
         "--total-timesteps 310 from here on, it was 300",
     ]
-    assert after["log_alpha"].exp().item() == pytest.approx(learnt, abs=0.02)
-    optimizers = [after[f"{part}_optimizer"] for part in ("actor", "critic", "alpha")]
+    different = {"resume": str(path), "exp_name": "another", "total_timesteps": 310, "q_lr": 1e-4}
+    assert vars(after["args"]) == vars(before["args"]) | different
+    assert after["state"]["log_alpha"][0].exp().item() == pytest.approx(learnt, abs=0.02)
+    optimizers = [after["state"][f"{part}_optimizer"] for part in ("actor", "q", "alpha")]
     rates = [item.param_groups[0]["lr"] if name in SCRIPTS else item.lr for item in optimizers]
     assert rates == [3e-4, 1e-4, 1e-4]
     after = go_on(name, 320, path.parent, "--alpha", "0.5", "--no-autotune")
-    assert after["log_alpha"].exp().item() == after["losses"]["alpha"].item() == pytest.approx(0.5)
+    assert f"Going on from {path.parent / '310.pt'}\n" in capfd.readouterr().err
+    assert (
+        after["state"]["log_alpha"][0].exp().item() == after["losses"]["alpha"].item() == pytest.approx(0.5)
+    )
+
+
+def test_a_folder_is_enough_to_go_on_and_to_evaluate(tmp_path, capfd):
+    small = ("--env-id", "envs:Scripted-v0", *SHORT[TD3], "--batch-size", 16, "--checkpoint-every", 100)
+    folder = tmp_path / run(TD3, *small, directory=tmp_path)["folder"]
+    on = run(TD3, "--resume", folder, "--total-timesteps", 400)["summary"]
+    assert [int(path.stem) for path in checkpoints(tmp_path)] == [300, 400]
+    assert [on[key] for key in ("learning_starts", "batch_size", "updates")] == [100, 16, 299]
+    assert len(run(TD3, "--evaluate", folder)["summary"]["eval_returns"]) == 10
+    assert f"Evaluating {folder / '400.pt'}\n" in capfd.readouterr().err
 
 
 def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path, refusal):
     _, path = trained(TD3, tmp_path)
-    good, other, trace = torch.load(path, weights_only=True), tmp_path / "other.pt", tmp_path / "executed"
-    same, twin = (*short(TD3), "--save-model", "--eval-episodes", "3"), f"{TD3}_torchcompile"
-    for name, value, was in (("seed", 2, 1), ("num_envs", 2, 1), ("buffer_size", 999, 256)):
-        told = refusal(TD3, play, *same, f"--{name.replace('_', '-')}", value, "--resume", path)
-        assert told.startswith(f"{path} is of {name} {was}, not {value}")
+    good, other, trace = torch.load(path, weights_only=True), tmp_path / "300.pt", tmp_path / "executed"
+    for flag, value, was in (("seed", 2, 1), ("num-envs", 2, 1), ("buffer-size", 999, 256)):
+        told = refusal(TD3, play, "--resume", path, f"--{flag}", value)
+        assert told == f"--{flag} has to stay {was}, as in {path}, got {value}"
     for flag in ("--resume", "--evaluate"):
-        told = refusal(TD3, play, *same, "--env-id", "Hopper-v4", flag, path)
-        assert told.startswith(f"{path} is of env_id envs:Scripted-v0, not Hopper-v4")
-    assert refusal(twin, play, "--resume", path).startswith(f"{path} is of script {TD3}, not {twin}")
+        told = refusal(TD3, play, flag, path, "--env-id", "Hopper-v4")
+        assert told == f"--env-id has to stay envs:Scripted-v0, as in {path}, got Hopper-v4"
+    shutil.copy(path, best := tmp_path / "best.pt")
+    for name, file in ((f"{TD3}_torchcompile", path), (TD3, best)):
+        told = refusal(name, play, "--resume", file)
+        assert told == f"--resume takes a numbered checkpoint of this script, not {file} of {TD3}.py"
 
     # What leaves a trace where unpickling executes it.
     executed = type("Executed", (), {"__reduce__": lambda _: (Path.touch, (trace,))})()
-    for content in ({key: good[key] for key in good if key != "args"}, executed):
+    for content in ({key: good[key] for key in good if key != "script"}, executed):
         torch.save(content, other)
         assert refusal(TD3, play, "--resume", other).startswith(f"{other} is not a checkpoint")
     for content in (path.read_bytes()[:-1000], b"", b"nothing"):
@@ -171,7 +186,7 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path, refusal):
     # A network that was changed since, by the user, shows where it does not fit.
     torch.save(good | {"actor": {key: tensor[:1] for key, tensor in good["actor"].items()}}, other)
     with pytest.raises(RuntimeError, match="size mismatch for fc1"):
-        play(TD3, *same, "--resume", other)
+        play(TD3, "--resume", other)
 
 
 def test_the_newest_two_checkpoints_are_kept_and_nothing_else_is_removed(tmp_path, monkeypatch):
@@ -185,7 +200,7 @@ def test_the_newest_two_checkpoints_are_kept_and_nothing_else_is_removed(tmp_pat
         (folder / other).write_text("mine")
     # Of a run that went on from the older one the newest is what it wrote last.
     for begin, end, kept in (("150.pt", 230, [200, 230]), ("200.pt", 210, [210, 230]), ("", 300, [260, 300])):
-        go_on(TD3, end, folder / begin, *options)
+        go_on(TD3, end, folder / begin)
         found = sorted(path.name for path in folder.iterdir() if path.suffix in (".pt", ".new", ".txt"))
         assert found == [*(f"{step}.pt" for step in kept), *others]
 
@@ -200,14 +215,15 @@ def test_after_kill_9_a_run_goes_on_from_its_newest_checkpoint(tmp_path, capfd):
             time.sleep(0.01)
         [folder] = tmp_path.glob("runs/*")
         with pytest.raises(SystemExit, match="2"):
-            go_on(TD3, 200, folder, *often)
+            go_on(TD3, 200, folder)
         assert capfd.readouterr().err.endswith(f"{TD3}.py: error: --resume: a run is at work in {folder}\n")
     finally:
         process.kill()
         process.communicate()
-    step, updates, _, returns = torch.load(checkpoints(tmp_path)[-1], weights_only=True)["progress"]
-    after = go_on(TD3, step + 100, folder, *often)
-    assert after["returns"][: len(returns)] == returns and after["updates"] > updates
+    progress = torch.load(checkpoints(tmp_path)[-1], weights_only=True)["progress"]
+    step, returns = progress["global_step"], progress["returns"]
+    after = go_on(TD3, step + 100, folder)
+    assert after["returns"][: len(returns)] == returns and after["updates"] > progress["updates"]
     logged = whole_curves(folder, after)
     assert [entry for entry, _ in logged["charts/SPS"]] == [*range(10, step + 101, 10)]
 
@@ -219,9 +235,10 @@ def test_a_signal_ends_a_run_with_a_checkpoint(name, tmp_path, monkeypatch, capf
     with pytest.raises(SystemExit, match=f"{128 + number}"):
         play(name, *short(name), "--save-model", "--eval-episodes", "3", directory=tmp_path)
     summary, [path] = json.loads(capfd.readouterr().out), checkpoints(tmp_path)
-    steps, *_ = progress = torch.load(path, weights_only=True)["progress"]
-    assert [summary[key] for key in ("total_timesteps", "updates", "eval_returns")] == [*progress[:2], []]
-    assert (int(path.stem), progress[1]) == (150 if name in OFF_POLICY else steps, updates)
+    progress = torch.load(path, weights_only=True)["progress"]
+    steps = progress["global_step"]
+    assert (int(path.stem), progress["updates"]) == (150 if name in OFF_POLICY else steps, updates)
+    assert [summary[key] for key in ("total_timesteps", "updates", "eval_returns")] == [steps, updates, []]
 
 
 def test_a_signal_ends_an_evaluation(tmp_path, monkeypatch, capfd):
@@ -231,7 +248,7 @@ def test_a_signal_ends_an_evaluation(tmp_path, monkeypatch, capfd):
     capfd.readouterr()
     with pytest.raises(SystemExit, match="130"):
         play(TD3, "--evaluate", path)
-    assert json.loads(capfd.readouterr().out)["eval_returns"] == done["eval_returns"][:1]
+    assert json.loads(capfd.readouterr().out)["eval_returns"] == done["summary"]["eval_returns"][:1]
 
 
 def test_what_nohup_ignores_is_ignored(monkeypatch):
@@ -243,7 +260,7 @@ def test_what_nohup_ignores_is_ignored(monkeypatch):
 
 def test_the_same_signal_again_ends_a_run_at_once():
     """Also within a rollout, and after another one. The environment raises SIGINT, SIGTERM and SIGINT."""
-    process = cli(PPO, "--no-cuda", "--env-id", "envs:Interrupted-v0", "--total-timesteps", "2048")
+    process = conftest.cli(PPO, "--no-cuda", "--env-id", "envs:Interrupted-v0", "--total-timesteps", "2048")
     assert (process.returncode, process.stdout) == (-signal.SIGINT, "")
     assert "Traceback" not in process.stderr
 
@@ -251,20 +268,21 @@ def test_the_same_signal_again_ends_a_run_at_once():
 # ---- Evaluation --------------------------------------------------------------------------------------------
 def best_actions(name: str, done: dict, obs: np.ndarray) -> np.ndarray:
     """What the networks of a run take for the best actions where an environment shows this."""
+    state = done["state"]
     with torch.no_grad():
-        if "atari" in name:
-            return done["agent"](torch.from_numpy(obs.transpose(0, 2, 3, 1).copy()))[0].argmax(dim=1).numpy()
+        if name in ATARI:
+            obs = torch.from_numpy(obs.transpose(0, 2, 3, 1).copy())
+            return state["agent"](obs)[0].argmax(dim=1).numpy()
         space, obs = done["env"].unwrapped.action_space, obs.reshape(len(obs), -1)
-        if name in DQN:
-            obs = torch.from_numpy(obs) if obs.dtype == np.uint8 else torch.from_numpy(obs).float()
-            return done["q_network"](obs).argmax(dim=1).numpy() + space.start
-        if "nvec" in done:
-            return done["agent"](torch.from_numpy(obs).float())[0].argmax(dim=1).numpy() + space.start
+        if name in conftest.DISCRETE:
+            network, obs = state.get("q_network") or state["agent"], torch.from_numpy(obs)
+            values = network(obs if obs.dtype == torch.uint8 else obs.float())
+            return (values if name in DQN else values[0]).argmax(dim=1).numpy() + space.start
         if name not in OFF_POLICY:
             obs = torch.from_numpy(done["obs_moments"].standardise(obs)).float()
-            return done["agent"](obs)[0].numpy().clip(space.low, space.high)
-        actions = done["actor"](torch.from_numpy(obs).float())
-        actions = torch.tanh(actions[0]) if name.startswith("sac") else actions
+            return state["agent"](obs)[0].numpy().clip(space.low, space.high)
+        actions = state["actor"](torch.from_numpy(obs).float())
+        actions = torch.tanh(actions[0]) if isinstance(actions, tuple) else actions  # of a Gaussian, its mean
         return space.low + (actions.numpy() + 1) / 2 * (space.high - space.low)
 
 
@@ -272,17 +290,18 @@ def best_actions(name: str, done: dict, obs: np.ndarray) -> np.ndarray:
 def test_evaluation_takes_the_best_actions_also_of_the_other_script(first, second, tmp_path, capfd):
     done, path = trained(first, tmp_path)
     again = play(second, "--evaluate", path.parent, directory=tmp_path)
-    assert re.search(r"\revaluation: 100%.* 10/10 ", capfd.readouterr().err)
-    assert (again["global_step"], again["updates"], len(again["eval_returns"])) == (0, 0, 10)
+    told, evaluated = capfd.readouterr().err, [result["summary"]["eval_returns"] for result in (done, again)]
+    assert re.search(r"\revaluation: 100%.* 10/10 ", told) and told.startswith(f"Evaluating {path}\n")
+    assert (again["global_step"], again["updates"], len(evaluated[1])) == (0, 0, 10)
     assert len(list(tmp_path.glob("runs/*"))) == 2 and checkpoints(tmp_path) == [path]  # a folder of its own
-    assert again["eval_returns"][:3] == done["eval_returns"]  # the same episodes
+    assert evaluated[1][:3] == evaluated[0]  # the same episodes
 
     env = done["env"].unwrapped
-    rows = list(islice((game_rows if "atari" in first else scripted_rows)(env.seeds[0]), 100))
+    rows = list(islice((game_rows if first in ATARI else scripted_rows)(env.seeds[0]), 100))
     ends = [index for index, row in enumerate(rows) if row.over][:3]
     # A reset passes by the row after an end.
     episodes = [rows[begin : end + 1] for begin, end in zip([0, ends[0] + 2, ends[1] + 2], ends, strict=True)]
-    assert done["eval_returns"] == pytest.approx([sum(row.score for row in rows) for rows in episodes])
+    assert evaluated[0] == pytest.approx([sum(row.score for row in rows) for rows in episodes])
     best = best_actions(first, done, np.stack([row.obs for rows in episodes for row in rows]))
     for actions in (env.actions, again["env"].unwrapped.actions[: len(best)]):
         assert np.array(actions).reshape(best.shape) == pytest.approx(best, abs=1e-5)

@@ -2,25 +2,27 @@
 
 from itertools import count, pairwise
 
+import conftest
 import numpy as np
 import pytest
-from conftest import DQN, NOT_ATARI, OFF_POLICY, SHORT, assert_same_numbers, instances, play, run, world
+from conftest import DQN, OFF_POLICY, SHORT, assert_same_numbers, instances, play, rates, run, takes, world
 from envs import Faulty
 
-FAULTS = [(name, "Faulty", fault) for name in NOT_ATARI for fault in ("reward", "observation", "reset")]
+KINDS = ("reward", "observation", "reset")
+FAULTS = [(name, "Faulty", fault) for name in conftest.NOT_ATARI for fault in KINDS]
 every = pytest.mark.parametrize("name", SHORT)
 
 
 @every
 def test_a_seed_repeats_a_run_and_no_other_seed_shares_an_environment(name):
-    small = ("--num-steps", 7, "--num-minibatches", 1) if "ppo" in name else ("--batch-size", 8)
+    small = ("--num-steps", 7, "--num-minibatches", 1) if name in conftest.ON_POLICY else ("--batch-size", 8)
     options = (*SHORT[name], "--num-envs", 8, *small, "--total-timesteps", 180, "--seed")
     first, again, other = (play(name, *options, seed) for seed in (1, 1, 2))
     assert_same_numbers(first, again, rtol=0, atol=0)
     with pytest.raises(AssertionError):
         assert_same_numbers(first, other)
     seeds = [env.seeds for result in (first, other) for env in instances(result)]
-    if "atari" in name:
+    if name in conftest.ATARI:
         seeds = [[seed] for of_games in seeds for seed in of_games]
     assert len({begin for begin, *_ in seeds}) == 16
     # A seed at a later reset would repeat an episode, and EnvPool count up from one seed.
@@ -59,9 +61,9 @@ def test_what_is_not_finite_ends_the_run_and_is_told_with_its_step(name, kind, f
 @every
 def test_a_loss_that_is_not_finite_ends_the_run_at_its_log_entry(name, tmp_path):
     """By a learning rate with which the first gradient step goes beyond all numbers."""
-    args = (*SHORT[name], "--q-lr" if name.startswith("sac") else "--learning-rate", 1e38, "--save-model")
+    args = (*SHORT[name], *rates(name, 1e38), "--save-model")
     args += ("--log-every", 1) if name in OFF_POLICY else ()
-    args += ("--policy-frequency", 1) if name.startswith(("sac", "td3")) else ()
+    args += ("--policy-frequency", 1) if takes(name, "policy_frequency") else ()
     with pytest.raises(SystemExit, match=rf"^{name}\.py: error: \w+ is (nan|-?inf) at step \d+$"):
         play(name, *args, directory=tmp_path)
     assert not [*tmp_path.glob("runs/*/*.pt")]

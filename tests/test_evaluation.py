@@ -5,9 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import ON_POLICY, SEEDS, SHORT, assert_same_numbers, checkpoints, load, play, run, world
+from conftest import ATARI, ON_POLICY, SEEDS, SHORT, assert_same_numbers, checkpoints, play, run, world
 from envs import Balance, ScriptedGames
-from torch.utils.tensorboard import SummaryWriter
 
 TD3 = "td3_continuous_action_torchcompile"
 EVERY = ("--eval-every", 100, "--eval-episodes", 2)
@@ -18,7 +17,7 @@ def train(name: str, *args, **options) -> dict:
 
     Many agents are two.
     """
-    if "atari" in name:
+    if name in ATARI:
         return play(name, *SHORT[name], *args, **options)
     frequent = () if name in ON_POLICY else ("--log-every", 50)
     several = ("--seeds", 1, 2) if name in SEEDS else ()
@@ -28,16 +27,21 @@ def train(name: str, *args, **options) -> dict:
 
 @pytest.mark.parametrize(("name", "flags"), [*((name, ()) for name in SHORT), (TD3, ("--compile",))])
 def test_evaluation_changes_no_number_and_the_best_agent_is_kept(name, flags, tmp_path):
-    without, evaluated = train(name, *flags), train(name, *flags, *EVERY, directory=tmp_path)
+    without = train(name, *flags)
+    evaluated = train(name, *flags, *EVERY, "--save-model", directory=tmp_path)
     assert_same_numbers(without, evaluated, rtol=0, atol=0)
     steps, means = zip(*evaluated["logged"]["charts/eval_return"], strict=True)
     assert [step // 100 for step in steps] == sorted({step // 100 for step in steps}) and len(steps) >= 2
     [best] = tmp_path.glob("runs/*/best.pt")
-    kept = torch.load(best, weights_only=True)
-    assert evaluated["summary"]["best_eval_return"] == kept["eval_return"] == pytest.approx(max(means))
-    assert kept["progress"][0] == steps[np.argmax(means)]
+    kept = torch.load(best, weights_only=True)["progress"]
+    assert evaluated["summary"]["best_eval_return"] == kept["best_eval"] == pytest.approx(max(means))
+    assert kept["global_step"] == kept["last_eval"] == steps[np.argmax(means)]
     again = train(name, "--evaluate", best, "--eval-episodes", 2, directory=tmp_path)
-    assert np.mean(again["summary"]["eval_returns"]) == pytest.approx(kept["eval_return"])
+    assert np.mean(again["summary"]["eval_returns"]) == pytest.approx(kept["best_eval"])
+    if not flags:  # a run that goes on evaluates at its next hundred, not at its first log entry
+        on = train(name, *EVERY, "--resume", best.parent, "--total-timesteps", 500, directory=tmp_path)
+        later = [step // 100 for step, _ in on["logged"]["charts/eval_return"]]
+        assert later == sorted({*later}) and steps[-1] // 100 < later[0] == (steps[-1] // 100 + 1)
 
 
 @pytest.mark.parametrize("name", ["sac_continuous_action_torchcompile", "ppo"])
@@ -61,13 +65,14 @@ def test_an_evaluation_that_was_killed_is_made_again(name, tmp_path, monkeypatch
     monkeypatch.setattr(Balance, "reset", reset)
     [*_, newest] = checkpoints(tmp_path)
     step = int(newest.stem)
-    assert step // 100 == 2  # that of the evaluation
-    better = torch.load(newest.parent / "best.pt") | {"eval_return": 1e9}
-    torch.save(better, newest.parent / "best.pt")
+    assert step // 100 == 1  # from before the evaluation
+    better = torch.load(newest)
+    better["progress"]["best_eval"] = 1e9
+    torch.save(better, newest)
+    best = (newest.parent / "best.pt").read_bytes()
     gone_on = train(name, *EVERY, *longer, "--resume", newest.parent, directory=tmp_path)
-    assert torch.load(newest.parent / "best.pt")["eval_return"] == 1e9  # the best of the whole run
-    # The next log entry or rollout has it, before the next evaluation is due.
-    assert step < gone_on["logged"]["charts/eval_return"][0][0] <= step + 50
+    assert (newest.parent / "best.pt").read_bytes() == best  # the best of the whole run
+    assert gone_on["logged"]["charts/eval_return"][0][0] // 100 == 2
     with pytest.raises(SystemExit, match="2"):
         train(name, "--resume", newest.parent / "best.pt", directory=tmp_path)
 
@@ -95,12 +100,26 @@ def test_sps_leaves_out_evaluations_and_what_is_before_learning(name, monkeypatc
     assert rates == pytest.approx([1 / agents] * len(rates))
 
 
-def test_a_mean_that_is_not_finite_is_never_the_best(tmp_path):
-    keep_best, args = load(TD3)["keep_best"], load(TD3)["Args"]()
-    with SummaryWriter(str(tmp_path)) as writer:
-        means = (math.nan, 3.0, math.nan, math.inf, 2.0, 5.0)
-        best = [keep_best(args, [mean], writer, {}, [step, 0, []]) for step, mean in enumerate(means)]
-    assert best == [None, 3, 3, 3, 3, 5]
+def test_a_mean_that_is_not_finite_is_never_the_best(tmp_path, monkeypatch):
+    """By environments, but for the one to learn in, whose only step has such a reward."""
+    step, means, saved, save = Balance.step, [math.nan, 3, math.nan, math.inf, 2, 5], [], torch.save
+    made = iter([None, *means, 0])  # the last is evaluated in at the end
+
+    def step_of_the_next(self, action):
+        if not hasattr(self, "mean"):
+            self.mean = next(made)
+        return (
+            step(self, action) if self.mean is None else (np.zeros(2, np.float32), self.mean, True, False, {})
+        )
+
+    monkeypatch.setattr(Balance, "step", step_of_the_next)
+    monkeypatch.setattr(
+        "torch.save", lambda data, file: saved.append(data["progress"]["best_eval"]) or save(data, file)
+    )
+    result = train(TD3, "--eval-every", 50, "--eval-episodes", 1, "--save-model", directory=tmp_path)
+    logged = [mean for _, mean in result["logged"]["charts/eval_return"]]
+    assert logged == pytest.approx(means, nan_ok=True)
+    assert saved == [3, 5, 5] and result["summary"]["best_eval_return"] == 5
 
 
 @pytest.mark.parametrize("name", SEEDS)
@@ -109,7 +128,9 @@ def test_of_many_agents_each_keeps_its_best(name, tmp_path):
     for first, second in zip(without["states"], evaluated["states"], strict=True):
         tensors = ({key: item.state_dict() for key, item in state.items()} for state in (first, second))
         torch.testing.assert_close(*tensors, rtol=0, atol=0)
-    kept = [torch.load(tmp_path / folder / "best.pt")["eval_return"] for folder in evaluated["folders"]]
+    kept = [
+        torch.load(tmp_path / folder / "best.pt")["progress"]["best_eval"] for folder in evaluated["folders"]
+    ]
     logged = [value for _, value in evaluated["logged"]["charts/eval_return"]]  # one agent, then the other
     assert evaluated["summary"]["best_eval_return"] == kept
     assert kept == pytest.approx([max(logged[0::2]), max(logged[1::2])])

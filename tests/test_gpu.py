@@ -5,30 +5,38 @@ import gc
 import inspect
 from functools import partial
 
+import conftest
+import numpy as np
 import pytest
 import torch
 import torch._inductor.config
-from conftest import OFF_POLICY, SCRIPTS, SEEDS, assert_same_numbers, play, run
+from conftest import ATARI, DQN, ON_POLICY, algorithm, assert_same_numbers, draws_of_a_twin, load, play, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 BOTH = ("--compile", "--cudagraphs")
 MODES = [(), ("--compile",), ("--cudagraphs",), BOTH]
 modes = pytest.mark.parametrize("flags", MODES, ids=lambda flags: "".join(flags) or "no flag")
-each = pytest.mark.parametrize("script", SCRIPTS)
+each = pytest.mark.parametrize("script", conftest.SCRIPTS)
 REACHER = ("--env-id", "Reacher-v4", "--learning-starts", 64, "--total-timesteps")
 ROLLOUTS = ("--num-minibatches", 2, "--update-epochs", 2, "--num-envs")
 CHOICES = ("--num-envs", 65, "--train-frequency", 65, "--target-network-frequency", 195)
 CHOICES += ("--learning-starts", 65, "--total-timesteps", 1365)
 # A dozen gradient steps or two, and how far parameters may be apart: a step of the learning rate, as in
 # test_twins.py. With so many environments the policies of PPO and DQN are PyTorch's.
+MANY = (*ROLLOUTS, 257, "--num-steps", 4, "--total-timesteps", 2500)
 RUNS = {
-    **dict.fromkeys(OFF_POLICY, (run, (*REACHER, 85), 1e-3)),
-    "dqn": (play, CHOICES, 1e-3),
-    "ppo": (play, (*ROLLOUTS, 257, "--num-steps", 4, "--total-timesteps", 2500), 3e-4),
-    "ppo_continuous_action": (play, (*ROLLOUTS, 257, "--num-steps", 4, "--total-timesteps", 2500), 3e-4),
-    "ppo_atari_envpool": (play, (*ROLLOUTS, 2, "--num-steps", 16, "--total-timesteps", 64), 3e-4),
+    (False, "continuous"): (run, (*REACHER, 85), 1e-3),
+    (False, "discrete"): (play, CHOICES, 1e-3),
+    (True, "continuous"): (play, MANY, 3e-4),
+    (True, "discrete"): (play, MANY, 3e-4),
+    (True, "atari"): (play, (*ROLLOUTS, 2, "--num-steps", 16, "--total-timesteps", 64), 3e-4),
 }
+
+
+def how(script: str) -> tuple:
+    """How to train with a script, its arguments, and how far parameters may be apart."""
+    return RUNS[algorithm(script).on_policy, algorithm(script).actions]
 
 
 @pytest.fixture(autouse=True)
@@ -43,22 +51,23 @@ def sound_graphs(monkeypatch):
 @modes
 @each
 def test_twin_computes_what_the_eager_script_does_and_goes_on(script, flags, tmp_path):
-    train, args, atol = RUNS[script]
-    eager, options = train(script, *args, cuda=True), {"cuda": True, "directory": tmp_path}
+    (train, args, atol), options = how(script), {"cuda": True, "directory": tmp_path}
+    with draws_of_a_twin():
+        eager = train(script, *args, cuda=True)
     with torch._inductor.config.patch(fallback_random=True):
         twin = train(f"{script}_torchcompile", *args, *flags, "--save-model", **options)
         if flags == BOTH:
-            resume = (*args[:-1], 2 * args[-1], "--resume", twin["folder"])
-            assert train(f"{script}_torchcompile", *resume, *flags, **options)["updates"] > twin["updates"]
+            more = ("--resume", twin["folder"], "--total-timesteps", 2 * args[-1])
+            assert train(f"{script}_torchcompile", *more, **options)["updates"] > twin["updates"]
     assert twin["device"].type == "cuda"
-    assert twin["cudagraphs"] == ("--cudagraphs" in flags)
+    assert twin["summary"]["cudagraphs"] == ("--cudagraphs" in flags)
     assert_same_numbers(eager, twin, atol=atol)
     for result in (eager, twin):
         assert_no_wait(result)
 
 
 @modes
-@pytest.mark.parametrize("name", SEEDS)
+@pytest.mark.parametrize("name", conftest.SEEDS)
 def test_agents(name, flags, tmp_path):
     """They go on from a checkpoint with the same random numbers with each of the flags, and on the CPU."""
     args = ("--num-seeds", 3, *REACHER)
@@ -67,9 +76,10 @@ def test_agents(name, flags, tmp_path):
     on_cpu = run(name, *args, 85, *resume, directory=tmp_path)
     together = run(name, *args, 85, *resume, *flags, cuda=True, directory=tmp_path)
     assert together["device"].type == "cuda"
-    assert together["cudagraphs"] == ("--cudagraphs" in flags)
+    assert together["summary"]["cudagraphs"] == ("--cudagraphs" in flags)
     assert together["updates"] == on_cpu["updates"] == 20
-    states = [[item.state_dict() for item in result["state"].values()] for result in (together, on_cpu)]
+    results = (together, on_cpu)
+    states = [[item.state_dict() for state in r["states"] for item in state.values()] for r in results]
     torch.testing.assert_close(*states, rtol=1e-3, atol=1e-3, check_device=False)
     assert_no_wait(together)
 
@@ -77,24 +87,25 @@ def test_agents(name, flags, tmp_path):
 @each
 def test_compiled_random_numbers_are_captured(script):
     """Actions and batches are drawn anew, and actions distributed like those of eager code."""
-    (train, args, _), moments = RUNS[script], []
+    (train, args, _), moments = how(script), []
+    args += ("--start-e", 0.4, "--end-e", 0.4) if script in DQN else ()  # 0 at capture
     eager = train(script, *args, cuda=True)
     for result in (eager, train(f"{script}_torchcompile", *args, *BOTH, cuda=True)):
-        if "rollout_actions" not in result:  # PPO's noise for continuous actions is the host's
-            if "epsilon" in result:
-                result["epsilon"].fill_(0.4)  # a tensor, which had another value at capture
-            zeros = torch.zeros(result["args"].num_envs, result.get("obs_dim", 0), device=result["device"])
-            obs = result["rollout_obs"][0] if "rollout" in result else zeros
+        if script not in ON_POLICY or script in ATARI:  # PPO's noise else is the host's
+            obs = result["rollout_obs"][0] if script in ATARI else None
+            if obs is None:
+                shape = result["envs"].observation_space.shape
+                obs = torch.zeros(shape[0], np.prod(shape[1:]), device=result["device"])
             # Outside of no_grad, as in training: the grad mode is something that compiled code depends on.
             draws = torch.stack([result["act"](obs).clone() for _ in range(1000)]).double()
             moments.append((draws.mean(dim=0), draws.std(dim=0)))
-        if "rollout" not in result:
+        if script not in ON_POLICY:
             states = {key: item.state_dict() for key, item in result["state"].items()}
             before, values = copy.deepcopy(states), []
             for _ in range(2):  # gradient steps from the same parameters, on other batches
                 result["update"](*gradient_steps(result)[0])
-                values.append(result["losses"]["q_values" if "epsilon" in result else "qf1_values"].clone())
-                result["load_states"](result["state"], before)
+                values.append(result["losses"]["q_values" if script in DQN else "qf1_values"].clone())
+                load(script)["load_states"](result["state"], before)
             assert not torch.equal(*values)
         assert_no_wait(result)
     for mean, std in moments:
@@ -105,11 +116,11 @@ def test_compiled_random_numbers_are_captured(script):
 
 def gradient_steps(result: dict) -> list[tuple]:
     """The arguments of ten calls of `update`, at most."""
-    if "rollout" in result:
-        indices = torch.arange(result["batch_size"], device=result["device"])
+    if "batch" in result:
+        indices = torch.arange(len(result["batch"]), device=result["device"])
         return [(part,) for part in indices.chunk(result["args"].num_minibatches)]
-    eager = [(True, True)] if result["args"].exp_name.startswith("sac") else [(True,)]
-    return (10 * result.get("kinds", eager))[:10]
+    flags = (True, True) if "alpha_optimizer" in result["state"] else (True,)  # SAC's targets have turns
+    return (10 * result.get("kinds", [flags]))[:10]
 
 
 def assert_no_wait(result: dict) -> None:

@@ -5,65 +5,67 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import DQN, OFF_POLICY, SEEDS, cli, run, world
+from conftest import DISCRETE, DQN, NOT_ATARI, OFF_POLICY, SEEDS, algorithm, cli, rates, run, takes, world
 
 # How many steps are enough to learn to balance, and arguments; to learn values takes a quarter of them.
 FAST = ("--batch-size", 64, "--learning-starts", 100, "--tau", 0.05)
 EACH_STEP = ("--train-frequency", 1, "--target-network-frequency", 1, "--exploration-fraction", 0.3)
 ROLLOUTS = ("--num-steps", 256, "--num-minibatches", 8, "--update-epochs", 5)
-RUNS = {
-    "sac_continuous_action": (2000, *FAST, "--policy-lr", 1e-3),
-    "td3_continuous_action": (2000, *FAST, "--learning-rate", 1e-3),
-    "dqn": (4000, *FAST, "--learning-rate", 1e-3, *EACH_STEP),
-    "ppo_continuous_action": (20_000, *ROLLOUTS, "--learning-rate", 3e-3),
-    "ppo": (20_000, *ROLLOUTS, "--learning-rate", 3e-3, "--num-envs", 1),
+LEARN = {
+    (False, "continuous"): (2000, 1e-3, *FAST),
+    (False, "discrete"): (4000, 1e-3, *FAST, *EACH_STEP),
+    (True, "continuous"): (20_000, 3e-3, *ROLLOUTS, "--num-envs", 1),
+    (True, "discrete"): (20_000, 3e-3, *ROLLOUTS, "--num-envs", 1),
 }
+
+
+def learn(name: str) -> tuple[int, list]:
+    """The steps of a script to learn to balance, and its arguments."""
+    steps, rate, *args = LEARN[algorithm(name).on_policy, algorithm(name).actions]
+    return steps, [*args, *rates(name, rate)]
+
+
 PROBES = {"ObservationReward": {value: value for value in (-0.8, -0.3, 0.2, 0.7)}}
 PROBES |= {"LateReward": {0: 0.25, 1: 0.5, 2: 1}, "Truncated": {0: 2}}
 
 
 @pytest.mark.parametrize("probe", PROBES)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", NOT_ATARI)
 def test_learnt_values_are_the_known_ones(name, probe):
-    steps, *args = RUNS[name]
-    args += ["--no-autotune", "--alpha", 0] if name.startswith("sac") else []  # no entropy in the values
+    steps, args = learn(name)
+    args += ["--no-autotune", "--alpha", 0] if takes(name, "autotune") else []  # no entropy in the values
     result = run(name, *world(name, probe), *args, "--gamma", 0.5, "--total-timesteps", steps // 4)
+    state = result["state"]
     obs, expected = torch.tensor([*PROBES[probe].items()]).float().split(1, dim=1)
     with torch.no_grad():
         if name in DQN:
-            values = result["q_network"](obs).T
+            values = state["q_network"](obs).T
         elif name in OFF_POLICY:
-            values = torch.cat([result["critic"](obs, torch.full_like(obs, action)) for action in (-1, 0, 1)])
-        elif "nvec" in result:
-            values = result["agent"].critic(obs).T
+            pairs = [
+                (critic, torch.full_like(obs, action)) for critic in ("qf1", "qf2") for action in (-1, 0, 1)
+            ]
+            values = torch.cat([state[critic](obs, actions) for critic, actions in pairs], dim=1).T
+        elif name in DISCRETE:
+            values = state["agent"](obs)[-1].T
         else:  # rewards, and so values, are in units of the deviation of returns
             seen = torch.from_numpy(result["obs_moments"].standardise(obs.numpy())).float()
-            values = result["agent"].critic(seen).T * result["return_moments"].std()
+            values = state["agent"](seen)[-1].T * result["return_moments"].std()
     torch.testing.assert_close(values.float(), expected.T.expand_as(values), rtol=0, atol=0.1)
 
 
 def test_actions_of_several_parts_are_learnt():
-    result = run(
-        "ppo",
-        "--env-id",
-        "envs:Codes-v0",
-        "--learning-rate",
-        3e-3,
-        "--total-timesteps",
-        8192,
-        "--eval-episodes",
-        10,
-    )
+    codes = ("--env-id", "envs:Codes-v0", "--learning-rate", 3e-3, "--total-timesteps", 8192)
+    result = run("ppo", *codes, "--eval-episodes", 10)
     assert np.mean(result["returns"][-100:]) > 1.8
-    assert result["eval_returns"] == [2] * 10
+    assert result["summary"]["eval_returns"] == [2] * 10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*RUNS, *(f"{name}_torchcompile" for name in RUNS), *SEEDS])
+@pytest.mark.parametrize("name", [*NOT_ATARI, *(f"{name}_torchcompile" for name in NOT_ATARI), *SEEDS])
 def test_learns_to_balance(name):
     """At random a return is 3 or so; each of seeds 1 to 5 reaches 87 to 99."""
-    steps, *args = next(RUNS[script] for script in RUNS if name.startswith(script))
-    args += [] if name in RUNS else ["--compile"]
+    steps, args = learn(name)
+    args += [] if name in NOT_ATARI else ["--compile"]
     options = (*world(name, "Balance"), *args, "--gamma", 0.95, "--total-timesteps", steps, "--no-cuda")
     process = cli(name, *options)
     assert process.returncode == 0, process.stderr

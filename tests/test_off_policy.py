@@ -2,19 +2,20 @@
 
 import copy
 from itertools import pairwise
+from unittest.mock import patch
 
 import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import ACTOR_CRITIC, DQN, EACH_STEP, OFF_POLICY, SEEDS, changed, instances, run, world
+from conftest import ACTOR_CRITIC, DQN, EACH_STEP, OFF_POLICY, TWINS, instances, rates, run, takes, world
 from envs import Bytes, observation, scripted_rows
 from torch import Tensor
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
+from torch.overrides import TorchFunctionMode
 
 actor_critic = pytest.mark.parametrize("name", ACTOR_CRITIC)
 discrete = pytest.mark.parametrize("name", DQN)
-NUMPY = DQN[1]  # it acts in NumPy
 
 OBS_DIM, ACTION_DIM = 4, 2
 WORLDS = [(name, "Scripted") for name in OFF_POLICY] + [(name, "Bytes") for name in DQN]
@@ -69,7 +70,7 @@ def test_transitions_are_stored_and_whole_episodes_counted(name, kind, num_envs,
     actions = slice(0, 0) if name in DQN else slice(OBS_DIM, OBS_DIM + ACTION_DIM)
     np.testing.assert_allclose(buffer[:, actions], rows[:, actions], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(np.delete(buffer, actions, axis=1), np.delete(rows, actions, axis=1))
-    assert (buffer.dtype, result["size"].item()) == (rows.dtype, min(42, capacity))
+    assert (buffer.dtype, int(result["size"])) == (rows.dtype, min(42, capacity))
     assert all(loss.isfinite().all() for loss in result["losses"].values())
 
 
@@ -78,7 +79,7 @@ def test_transitions_are_stored_and_whole_episodes_counted(name, kind, num_envs,
 def test_actions_reach_the_bounds_of_the_environment_and_explore_with_the_right_deviation(name):
     """By an actor whose output layer gives the same for every observation."""
     result, obs = fresh(name), torch.zeros(20_000, OBS_DIM)
-    [env], (*_, layer) = result["envs"].envs, result["actor"].children()
+    [env], (*_, layer) = result["envs"].envs, result["state"]["actor"].children()
     layer.weight.data.fill_(0)
     for sign, bound in ((-1, env.unwrapped.action_space.low), (1, env.unwrapped.action_space.high)):
         layer.bias.data.fill_(100 * sign)
@@ -89,52 +90,71 @@ def test_actions_reach_the_bounds_of_the_environment_and_explore_with_the_right_
         assert (result["best_action"](np.zeros(OBS_DIM)) == sign).all()
     layer.bias.data.fill_(0)
     noise, expected = result["act"](obs), 0.1
-    if name.startswith("sac"):
+    if takes(name, "autotune"):
         noise, expected = noise.atanh(), float(np.exp(-1.5))  # halfway of the range of log(std)
     torch.testing.assert_close(noise.mean(0), torch.zeros(ACTION_DIM), rtol=0, atol=0.01)
     torch.testing.assert_close(noise.std(0), torch.full((ACTION_DIM,), expected), rtol=0.03, atol=0)
 
 
-@pytest.mark.parametrize(("name", "numpy"), [(DQN[0], False), (NUMPY, False), (NUMPY, True)])
-def test_so_many_actions_are_random(name, numpy):
-    result, obs = fresh(name), torch.randn(1, OBS_DIM)
-    best = result["best_action"](obs[0].numpy()) - 5
-    assert best == result["q_network"](obs).argmax()
-    for epsilon in (0, 0.3, 1):
-        result["epsilon"].fill_(epsilon)
-        many, expected = obs.expand(20_000, -1), torch.full((3,), epsilon / 3)
-        actions = torch.as_tensor(result["numpy_policy"](many.numpy()) if numpy else result["act"](many))
-        expected[best] += 1 - epsilon
-        frequencies, close = actions.bincount(minlength=3) / 20_000, 0.02 if epsilon else 0
-        torch.testing.assert_close(frequencies, expected, rtol=0, atol=close)
+@pytest.mark.parametrize("epsilon", [0, 0.3, 1])
+@discrete
+def test_so_many_actions_are_random(name, epsilon):
+    """Those of the policy in NumPy, too."""
+    fixed = ("--start-e", epsilon, "--end-e", epsilon, "--learning-rate", 0)
+    result, obs = fresh(name, 1, *fixed), torch.randn(1, OBS_DIM)
+    many, best = obs.expand(20_000, -1), result["best_action"](obs[0].numpy()) - 5
+    assert best == result["state"]["q_network"](obs).argmax()
+    expected, close = torch.full((3,), epsilon / 3), 0.02 if epsilon else 0
+    expected[best] += 1 - epsilon
+    policies = [
+        result["act"],
+        *([lambda obs: torch.from_numpy(result["policy"](obs.numpy()))] * (name in TWINS)),
+    ]
+    for actions in (policy(many) for policy in policies):
+        torch.testing.assert_close(actions.bincount(minlength=3) / 20_000, expected, rtol=0, atol=close)
         # Each environment explores by itself: two are at their best as often as by independent draws.
         both = (actions[:-1:2] == best) & (actions[1::2] == best)
         torch.testing.assert_close(both.float().mean(), expected[best] ** 2, rtol=0, atol=close)
 
 
+class Draw:
+    """In place of random numbers: notes what they are compared with."""
+
+    def __init__(self, numbers: Tensor, shares: list[float]):
+        self.numbers, self.shares = numbers, shares
+
+    def __lt__(self, share):
+        self.shares.append(float(share))
+        return self.numbers < share
+
+
 @pytest.mark.parametrize(("begin", "end", "fraction"), [(0.9, 0.1, 0.5), (0.2, 0.4, 0.5), (1, 0.2, 0)])
 @discrete
 def test_the_share_of_random_actions_changes_while_it_runs(name, begin, end, fraction):
-    """By what the policy finds in the tensor, before and after learning starts."""
-    policy = "explores, random_actions = torch" if name == NUMPY else "explores = torch"
-    with changed(name, policy, f'globals().setdefault("shares", []).append(epsilon.item()); {policy}'):
-        result = fresh(name, 1, "--start-e", begin, "--end-e", end, "--exploration-fraction", fraction)
+    """By what random numbers are compared with, before and after learning starts."""
+    rand, rand_like, shares = torch.rand, torch.rand_like, []
+    with (
+        patch("torch.rand", lambda *args: Draw(rand(*args), shares)),
+        patch("torch.rand_like", lambda like: Draw(rand_like(like), shares)),
+    ):
+        fresh(name, 1, "--start-e", begin, "--end-e", end, "--exploration-fraction", fraction)
     done = [min(step / (42 * fraction), 1) if fraction else 1 for step in range(42)]
-    assert result["shares"] == pytest.approx([begin + (end - begin) * share for share in done])
+    assert shares == pytest.approx([begin + (end - begin) * share for share in done])
 
 
-@pytest.mark.parametrize("name", [*OFF_POLICY, *SEEDS])
+@pytest.mark.parametrize("name", [*OFF_POLICY, *conftest.SEEDS])
 def test_targets_begin_as_their_networks_and_alpha_at_1(name):
     """Seen where nothing moves: with a learning rate and a tau of 0."""
-    rates = ("--policy-lr", 0, "--q-lr", 0) if name.startswith("sac") else ("--learning-rate", 0)
-    fixed = ("--batch-size", 4, "--learning-starts", 10, "--total-timesteps", 20, "--tau", 0)
-    result = run(name, *world(name, "Scripted"), *fixed, *(EACH_STEP if name in DQN else ()), *rates)
-    targets = {"critic_target": "critic", "actor_target": "actor", "target_network": "q_network"}
-    found = [(result[target], result[network]) for target, network in targets.items() if target in result]
-    assert found
-    for target, network in found:
-        torch.testing.assert_close(target.state_dict(), network.state_dict(), rtol=0, atol=0)
-    assert not name.startswith("sac") or (result["log_alpha"] == 0).all()
+    fixed = ("--batch-size", 4, "--learning-starts", 10, "--total-timesteps", 20, "--tau", 0, *rates(name, 0))
+    result = run(name, *world(name, "Scripted"), *fixed, *(EACH_STEP if name in DQN else ()))
+    for state in result.get("states") or [result["state"]]:
+        targets = [key for key in state if "target" in key]
+        assert targets and result["updates"]
+        for key in targets:
+            network = "q_network" if key == "target_network" else key.removesuffix("_target")
+            torch.testing.assert_close(state[key].state_dict(), state[network].state_dict(), rtol=0, atol=0)
+        if "log_alpha" in state:
+            assert all((param == 0).all() for param in state["log_alpha"].state_dict().values())
 
 
 # ---- How many gradient steps -------------------------------------------------------------------------------
@@ -142,51 +162,71 @@ def test_targets_begin_as_their_networks_and_alpha_at_1(name):
 @actor_critic
 def test_number_of_gradient_steps(name, num_envs, updates_per_step, updates, of_the_actor):
     result = fresh(name, num_envs, "--updates-per-step", updates_per_step, "--policy-frequency", 3)
-    assert result["updates"] == conftest.gradient_steps(result, "critic_optimizer") == updates
-    times = 3 if name.startswith("sac") else 1  # SAC makes up for the steps left out
+    assert result["updates"] == conftest.gradient_steps(result, "q_optimizer") == updates
+    times = 3 if takes(name, "autotune") else 1  # SAC makes up for the steps left out
     assert conftest.gradient_steps(result, "actor_optimizer") == of_the_actor * times
 
 
-@pytest.mark.parametrize("name", [name for name in ACTOR_CRITIC if name.startswith("sac")])
+class Turns(TorchFunctionMode):
+    """Notes, for each batch that is fetched, whether a target moves before the next one."""
+
+    tau = 0.123
+
+    def __init__(self):
+        super().__init__()
+        self.noted: list[bool] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is Tensor.index_select:
+            self.noted.append(False)
+        elif function is Tensor.lerp_ and args[2] == self.tau:
+            self.noted[-1] = True
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", [name for name in ACTOR_CRITIC if takes(name, "target_network_frequency")])
 def test_targets_of_sac_have_their_turns(name):
-    asked = "obs = update_critic(with_target)"
-    with changed(name, asked, f'globals().setdefault("asked", []).append(with_target); {asked}'):
-        result = fresh(name, 1, "--target-network-frequency", 3)
-    assert result["asked"] == [index % 3 == 0 for index in range(result["updates"])]
+    with Turns() as turns:
+        result = fresh(name, 1, "--target-network-frequency", 3, "--tau", Turns.tau)
+    assert turns.noted == [index % 3 == 0 for index in range(result["updates"])] != []
 
 
 @pytest.mark.parametrize(("num_envs", "train_frequency", "every"), FREQUENCIES)
 @discrete
 def test_gradient_steps_and_targets_of_dqn_have_their_turns(name, num_envs, train_frequency, every):
     """A target follows each gradient step with which the steps that learn pass a multiple of `every`."""
-    options = ("--train-frequency", train_frequency, "--target-network-frequency", every)
-    asked = '"""One gradient step and, if asked for, one of the target network."""'
-    with changed(name, asked, f'{asked}; globals().setdefault("asked", []).append(with_target)'):
+    options = ("--train-frequency", train_frequency, "--target-network-frequency", every, "--tau", Turns.tau)
+    with Turns() as turns:
         result = fresh(name, num_envs, *options)
     steps = range(train_frequency, (31 if num_envs == 1 else 30) + 1, train_frequency)
-    assert result["asked"] == [step // every > (step - train_frequency) // every for step in steps]
+    assert turns.noted == [step // every > (step - train_frequency) // every for step in steps]
     assert result["updates"] == conftest.gradient_steps(result, "optimizer") == len(steps)
 
 
 # ---- Gradient steps ----------------------------------------------------------------------------------------
 BATCH, GAMMA, TAU, RATE, ACTOR_RATE = 32, 0.9, 0.1, 3e-3, 1e-3
 KNOWN = {
-    "sac": ("--policy-lr", ACTOR_RATE, "--q-lr", RATE),
-    "td3": ("--learning-rate", RATE, "--policy-noise", 0.4, "--noise-clip", 0.5),
+    "sac_continuous_action": ("--policy-lr", ACTOR_RATE, "--q-lr", RATE),
+    "td3_continuous_action": ("--learning-rate", RATE, "--policy-noise", 0.4, "--noise-clip", 0.5),
     "dqn": ("--learning-rate", RATE),
 }
 
 
 def known(name: str, *options) -> dict:
     """A run on the eve of gradient steps on random rows."""
-    result = fresh(name, 1, "--batch-size", BATCH, "--gamma", GAMMA, "--tau", TAU, *KNOWN[name[:3]], *options)
+    fixed = ("--batch-size", BATCH, "--gamma", GAMMA, "--tau", TAU, "--buffer-size", 1000)
+    result = fresh(name, 1, *fixed, *KNOWN[name.removesuffix("_torchcompile")], *options)
     conftest.begin_anew(result, noise=0.1)
     buffer = result["buffer"].normal_()
     buffer[:, 2 if name in DQN else 7] = (torch.rand(len(buffer)) < 0.4).float()  # terminated
     if name in DQN:
         buffer[:, 0] = torch.randint(3, (len(buffer),)).float()
-    result["size"].fill_(50)
     return result
+
+
+# What an optimizer moves.
+LEARN = {"actor_optimizer": ["actor"], "q_optimizer": ["qf1", "qf2"], "alpha_optimizer": ["log_alpha"]}
+LEARN |= {"optimizer": ["q_network"]}
 
 
 class ByHand:
@@ -196,13 +236,13 @@ class ByHand:
         self.result, self.losses, self.optimizers = result, {}, {}
         self.nets = {key: copy.deepcopy(item) for key, item in result["state"].items() if "optim" not in key}
         for key in result["state"].keys() - self.nets.keys():
-            learns = {"optimizer": "q_network", "alpha_optimizer": "log_alpha"}.get(key, key.split("_")[0])
+            networks = [self.nets[name] for name in LEARN[key]]
             rate = ACTOR_RATE if key == "actor_optimizer" and "log_alpha" in self.nets else RATE
-            params = self.nets[learns].requires_grad_(True).parameters()
+            params = [param for network in networks for param in network.requires_grad_(True).parameters()]
             self.optimizers[key] = torch.optim.Adam(params, lr=rate)
 
     def batch(self, *widths: int) -> tuple[Tensor, ...]:
-        indices = torch.randint(2**62, (BATCH,)) % self.result["size"]
+        indices = torch.randint(int(self.result["size"]), (BATCH,))
         return self.result["buffer"][indices].split(widths, dim=1)
 
     def targets(self, rewards: Tensor, terminated: Tensor, next_values: Tensor) -> Tensor:
@@ -217,15 +257,19 @@ class ByHand:
         for slow, fast in zip(self.nets[target].parameters(), self.nets[network].parameters(), strict=True):
             slow.data = (1 - TAU) * slow.data + TAU * fast.data
 
+    def lower(self, obs: Tensor, actions: Tensor, of: str = "") -> Tensor:
+        """The lower of the two values of actions, by the critics or `of` their targets: (batch,)."""
+        return torch.minimum(*(self.nets[f"{name}{of}"](obs, actions)[:, 0] for name in ("qf1", "qf2")))
+
     def critics(self, obs, actions, rewards, terminated, next_obs, next_actions, bonus=0) -> None:
         """Learn values of actions; those of the next ones have a bonus."""
-        next_values = torch.minimum(*self.nets["critic_target"](next_obs, next_actions)) + bonus
-        targets = self.targets(rewards, terminated, next_values)
-        first, second = self.nets["critic"](obs, actions)
-        losses = [((values - targets) ** 2).mean() for values in (first, second)]
-        self.learn("critic_optimizer", losses[0] + losses[1])
-        self.losses |= {"qf1_values": first, "qf2_values": second, "qf_loss": (losses[0] + losses[1]) / 2}
-        self.losses |= {"qf1_loss": losses[0], "qf2_loss": losses[1]}
+        targets = self.targets(rewards, terminated, self.lower(next_obs, next_actions, "_target") + bonus)
+        for name in ("qf1", "qf2"):
+            values = self.nets[name](obs, actions)[:, 0]
+            self.losses |= {f"{name}_values": values.mean(), f"{name}_loss": ((values - targets) ** 2).mean()}
+        loss = self.losses["qf1_loss"] + self.losses["qf2_loss"]
+        self.losses["qf_loss"] = loss / 2
+        self.learn("q_optimizer", loss)
 
     def squashed(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Actions of SAC and their log-probabilities, in float64: the density gets back to u by atanh."""
@@ -234,34 +278,34 @@ class ByHand:
         policy = TransformedDistribution(Normal(mean.double(), log_std.double().exp()), [TanhTransform()])
         return u.tanh().float(), policy.log_prob(u.tanh()).sum(1).float()
 
-    def sac(self, with_actor: bool, with_target: bool) -> None:
+    def sac_continuous_action(self, with_actor: bool, with_target: bool) -> None:
         obs, *_, next_obs = batch = self.batch(OBS_DIM, ACTION_DIM, 1, 1, OBS_DIM)
         log_alpha = self.nets["log_alpha"][0]
         next_actions, log_prob = self.squashed(next_obs)
         self.critics(*batch, next_actions, -log_alpha.exp() * log_prob)
         if with_target:
-            self.follow("critic_target", "critic")
+            self.follow("qf1_target", "qf1")
+            self.follow("qf2_target", "qf2")
         for _ in range(2 if with_actor else 0):
             actions, log_prob = self.squashed(obs)
             alpha = self.losses["alpha"] = log_alpha.exp().detach()
-            values = torch.minimum(*self.nets["critic"](obs, actions))
-            self.losses["actor_loss"] = (alpha * log_prob - values).mean()
+            self.losses["actor_loss"] = (alpha * log_prob - self.lower(obs, actions)).mean()
             self.learn("actor_optimizer", self.losses["actor_loss"])
             if self.result["args"].autotune:
                 self.losses["alpha_loss"] = -(log_alpha.exp() * (log_prob.detach() - ACTION_DIM)).mean()
                 self.learn("alpha_optimizer", self.losses["alpha_loss"])
 
-    def td3(self, with_actor: bool) -> None:
+    def td3_continuous_action(self, with_actor: bool) -> None:
         obs, actions, *_, next_obs = batch = self.batch(OBS_DIM, ACTION_DIM, 1, 1, OBS_DIM)
         noise, means = 0.4 * torch.randn_like(actions), self.nets["actor_target"](next_obs)
         smooth = means + torch.where(noise.abs() > 0.5, 0.5 * noise.sign(), noise)
         assert (noise.abs() > 0.5).any() and (smooth.abs() > 1).any()  # both limits are in play
         self.critics(*batch, torch.where(smooth.abs() > 1, smooth.sign(), smooth))
         if with_actor:
-            self.losses["actor_loss"] = -self.nets["critic"](obs, self.nets["actor"](obs))[0].mean()
+            self.losses["actor_loss"] = -self.nets["qf1"](obs, self.nets["actor"](obs)).mean()
             self.learn("actor_optimizer", self.losses["actor_loss"])
-            self.follow("actor_target", "actor")
-            self.follow("critic_target", "critic")
+            for network in ("actor", "qf1", "qf2"):
+                self.follow(f"{network}_target", network)
 
     def dqn(self, with_target: bool) -> None:
         actions, rewards, terminated, obs, next_obs = self.batch(1, 1, 1, OBS_DIM, OBS_DIM)
@@ -269,27 +313,34 @@ class ByHand:
         assert not torch.equal(values.argmax(dim=1), preferred.argmax(dim=1))
         best = (preferred if self.result["args"].double else values).argmax(dim=1)
         targets = self.targets(rewards, terminated, values[range(BATCH), best])
-        self.losses["q_values"] = self.nets["q_network"](obs)[range(BATCH), actions[:, 0].int()]
-        self.losses["td_loss"] = ((self.losses["q_values"] - targets) ** 2).mean()
+        q_values = self.nets["q_network"](obs)[range(BATCH), actions[:, 0].int()]
+        self.losses = {"q_values": q_values.mean(), "td_loss": ((q_values - targets) ** 2).mean()}
         self.learn("optimizer", self.losses["td_loss"])
         if with_target:
             self.follow("target_network", "q_network")
 
 
-# The flags of `update`, in turn.
-STEPS = {"sac": [(True, True), (False, False), (True, True)], "td3": [(True,), (False,), (True,)]}
-STEPS["dqn"] = [(False,), (True,), (False,)]
-OPTIONS = {"sac": [(), ("--no-autotune",)], "td3": [()], "dqn": [(), ("--double",)]}
-CASES = [(name, options) for name in OFF_POLICY for options in OPTIONS[name[:3]]]
+# Options, and the flags of `update` in turn.
+STEPS = {
+    "sac_continuous_action": [(True, True), (False, False), (True, True)],
+    "td3_continuous_action": [(True,), (False,), (True,)],
+    "dqn": [(False,), (True,), (False,)],
+}
+OPTIONS = [(name, ()) for name in KNOWN] + [
+    ("sac_continuous_action", ("--no-autotune",)),
+    ("dqn", ("--double",)),
+]
+CASES = [(f"{name}{suffix}", options) for name, options in OPTIONS for suffix in ("", "_torchcompile")]
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_gradient_steps_are_those_of_the_papers(name, options):
-    result, algorithm = known(name, *options), name[:3]
+    result, algorithm = known(name, *options), name.removesuffix("_torchcompile")
     by_hand = ByHand(result)
-    for update in (getattr(by_hand, algorithm), result["update"]):
-        torch.manual_seed(1)
-        for flags in STEPS[algorithm]:
-            update(*flags)
+    with conftest.draws_of_a_twin():
+        for update in (getattr(by_hand, algorithm), result["update"]):
+            torch.manual_seed(1)
+            for flags in STEPS[algorithm]:
+                update(*flags)
     expected = result | {"state": by_hand.nets | by_hand.optimizers, "losses": by_hand.losses}
     conftest.assert_steps_by_hand(result, expected, ACTOR_RATE)

@@ -9,12 +9,16 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import ON_POLICY, changed, gradient_steps, having, instances, load, numbers, play, run
-from envs import Row, game_rows, scripted_rows
+from conftest import ATARI, ON_POLICY, changed, gradient_steps, instances, load, named, numbers, play, run
+from envs import Row, ScriptedGames, game_rows, scripted_rows
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Normal
 
 each_script = pytest.mark.parametrize("name", ON_POLICY)
+atari = pytest.mark.parametrize("name", ATARI)
+CONTINUOUS = [name for name in ON_POLICY if conftest.algorithm(name).actions == "continuous"]
+continuous = pytest.mark.parametrize("name", CONTINUOUS)
+discrete = pytest.mark.parametrize("name", [name for name in ON_POLICY if name in conftest.DISCRETE])
 # Environments, steps of a rollout and steps in all: rollouts that begin and end everywhere in the scripts.
 # Some begin or end with a row that is not valid, or have such rows in several environments at once.
 CASES = [(1, 6, 6), (1, 6, 12), (1, 6, 36), (3, 7, 21), (3, 7, 42), (3, 7, 84), (4, 1, 24), (2, 30, 120)]
@@ -34,8 +38,9 @@ def fresh(name: str, case: tuple[int, int, int], *args) -> dict:
 def history(result: dict) -> list[tuple[Row, ...]]:
     """All steps of a run, and the one that the last rollout ended with: a row for each environment."""
     args, envs, steps, real = result["args"], instances(result), [], 0
-    rows = [scripted_rows(env.seeds[0]) for env in envs]
-    world = zip(*(rows if "rollout_actions" in result else map(game_rows, envs[0].seeds)), strict=True)
+    games = isinstance(envs[0], ScriptedGames)
+    world = map(game_rows, envs[0].seeds) if games else [scripted_rows(env.seeds[0]) for env in envs]
+    world = zip(*world, strict=True)
     while real + args.num_envs * args.num_steps <= args.total_timesteps:
         steps += islice(world, args.num_steps)
         real = sum(row.valid for step in steps for row in step)
@@ -76,80 +81,93 @@ def evaluate(agent: Callable, obs: Tensor, actions: Tensor) -> tuple[Tensor, Ten
     outputs, *log_std, values = agent(obs)
     policy = Normal(outputs, log_std[0].exp()) if log_std else Categorical(logits=outputs)
     actions = actions if log_std else actions.flatten()
-    return policy.log_prob(actions).view(len(obs), -1).sum(1), values, policy
+    return policy.log_prob(actions).view(len(obs), -1).sum(1), values[:, 0], policy
 
 
 # ---- Rollouts ----------------------------------------------------------------------------------------------
+def of_rollout(result: dict) -> dict[str, Tensor]:
+    """The last rollout, by column: (T + 1, n, its width), or of observations their shape."""
+    columns = named(result["rollout"], result["columns"])
+    return columns if "obs" in columns else columns | {"obs": result["rollout_obs"]}
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @each_script
 def test_the_batch_is_what_happened_and_dummy_steps_count_nowhere(name, case):
-    result, (num_envs, num_steps, total) = fresh(name, case, "--learning-rate", 0), case
+    result, (_, num_steps, total) = fresh(name, case, "--learning-rate", 0), case
     rows = history(result)
     conftest.assert_episodes_are_counted(result, rows[:-1])
     assert result["global_step"] <= total
-    if name.startswith("ppo_atari") and case == CASES[-1]:
+    if name in ATARI and case == CASES[-1]:
         # Whole games, some with lost lives, some cut short, some of a return beyond their clipped rewards.
         assert {1, 3, 5, 6} <= {length for _, length in result["logged"]["charts/episodic_length"]}
 
     steps = {key: np.array([[getattr(row, key) for row in step] for step in rows]) for key in Row._fields}
-    if "obs_moments" in result:
+    if name in CONTINUOUS:
         steps |= normalised(steps)
-    elif "rollout_actions" in result:
-        steps["obs"] = steps["obs"].reshape(*steps["valid"].shape, -1).astype(np.float32)
-    else:
+    elif name in ATARI:
         steps["obs"] = np.moveaxis(steps["obs"], 2, -1)
-    steps = {key: column[-num_steps - 1 :] for key, column in steps.items()}  # of the last rollout
-    obs, valid = torch.from_numpy(steps["obs"]), steps["valid"]
-    torch.testing.assert_close(torch.as_tensor(result["rollout_obs"]), obs, rtol=1e-4, atol=1e-4)
-    actions = torch.as_tensor(result.get("rollout_actions", result["rollout"][:, :, 0]))
-    if "rollout_actions" in result:
-        obs_of_batch = result["batch"][:, : obs.shape[2]].view(num_steps, num_envs, -1)
-        torch.testing.assert_close(obs_of_batch, torch.as_tensor(result["rollout_obs"][:-1]), rtol=0, atol=0)
-        for index, env in enumerate(instances(result)):
-            # Only real steps reach an environment of Gymnasium.
-            sent, space = actions[:-1, index][valid[:-1, index]].numpy(), env.action_space
-            given = env.actions[len(env.actions) - len(sent) :]
-            taken = sent[:, 0] + 5 if "nvec" in result else sent.clip(space.low, space.high)
-            np.testing.assert_array_equal(taken, given)
     else:
-        np.testing.assert_array_equal(actions[:-1], instances(result)[0].actions[-num_steps:])
+        steps["obs"] = steps["obs"].reshape(*steps["valid"].shape, -1).astype(np.float32)
+    steps = {key: column[-num_steps - 1 :] for key, column in steps.items()}  # of the last rollout
+    obs, valid, rollout = torch.from_numpy(steps["obs"]), steps["valid"], of_rollout(result)
+    torch.testing.assert_close(rollout["obs"], obs, rtol=1e-4, atol=1e-4)
+    actions = rollout["actions"]
+    for index, env in enumerate([] if name in ATARI else instances(result)):
+        # Only real steps reach an environment of Gymnasium.
+        sent, space = actions[:-1, index][valid[:-1, index]].numpy(), env.action_space
+        given = env.actions[len(env.actions) - len(sent) :]
+        taken = sent.clip(space.low, space.high) if name in CONTINUOUS else sent[:, 0] + space.start
+        np.testing.assert_array_equal(taken, given)
+    if name in ATARI:
+        np.testing.assert_array_equal(actions[:-1, :, 0], instances(result)[0].actions[-num_steps:])
 
     with torch.no_grad():
-        both = evaluate(result["agent"], obs.flatten(0, 1), actions.flatten(0, 1))[:2]
+        both = evaluate(result["state"]["agent"], obs.flatten(0, 1), actions.flatten(0, 1))[:2]
     log_prob, values = (part.view(valid.shape).numpy() for part in both)
     advantages, valid = plain_gae(steps, values), valid[:-1]
     targets = values[:-1] + advantages
-    expected = np.stack([log_prob[:-1], advantages, targets, values[:-1], valid], axis=2)
-    batch = result["batch"][:, -5:].view(expected.shape).numpy()
-    np.testing.assert_array_equal(batch[:, :, 4], valid)
-    np.testing.assert_allclose(batch[valid], expected[valid], rtol=1e-4, atol=1e-4)
+    expected = {
+        "log_prob": log_prob[:-1],
+        "advantages": advantages,
+        "targets": targets,
+        "values": values[:-1],
+    }
+    batch = named(result["batch"], result["batch_columns"])
+    np.testing.assert_array_equal(batch["valid"].view(valid.shape), valid)
+    for key, column in expected.items():
+        np.testing.assert_allclose(batch[key].view(valid.shape)[valid], column[valid], rtol=1e-4, atol=1e-4)
+    for key in {"obs", "actions"} & batch.keys():
+        assert torch.equal(batch[key], rollout[key][:-1].flatten(0, 1))
     explained = 1 - np.var(advantages[valid]) / max(np.var(targets[valid]), 1e-8)
     np.testing.assert_allclose(result["losses"]["explained_variance"], explained, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", having("class RunningMoments"))
+@continuous
 def test_no_reward_is_beyond_ten_deviations(name):
     """Without the limit, each of two among hundreds would be twenty from zero."""
     far = {(50, 0): -1e6, (51, 0): 1e6}
     with patch("envs.reward", lambda episode, step: far.get((episode, step), 1.0)):
-        rewards = fresh(name, (1, 1200, 1200))["rollout_rewards"]
+        rewards = of_rollout(fresh(name, (1, 1200, 1200)))["rewards"]
     assert (rewards.min(), rewards.max()) == (-10, 10)
 
 
-@pytest.mark.parametrize("name", having("class RunningMoments"))
+@continuous
 def test_policy_acts_at_what_it_sees(name):
-    # The means of a new agent hardly differ between observations, and its deviation is 1.
-    deviation = changed(name, "torch.zeros(1, action_dim,", "torch.full((1, action_dim), -1.0,")
+    """By an agent whose means differ between observations, and of a deviation that is not 1."""
 
     def last_noise(total: int) -> np.ndarray:
         """In units of its deviation, (T, n, action_dim)."""
         result = fresh(name, (3, 500, total), "--learning-rate", 0)
+        rollout = of_rollout(result)
         with torch.no_grad():
-            means = result["agent"].actor_mean(torch.from_numpy(result["rollout_obs"][:-1])).numpy()
-        assert means.std() > 0.5
-        return (result["rollout_actions"][:-1] - means) * np.e
+            mean, log_std, _ = result["state"]["agent"](rollout["obs"])
+            noise = (rollout["actions"] - mean) / log_std.exp()
+        assert mean.std() > 0.5 and log_std.mean() == -1
+        return noise[:-1].numpy()
 
-    with changed(name, "std=0.01)", "std=2.0)"), deviation:
+    deviation = ("torch.zeros(1, action_dim,", "torch.full((1, action_dim), -1.0,")
+    with changed(name, "std=0.01)", "std=2.0)", *deviation):
         first, noise = last_noise(1500), last_noise(3000)  # of a run of one rollout, and of two
     assert abs(noise.mean()) < 4 / noise.size**0.5
     assert abs(noise.std() - 1) < 4 / (2 * noise.size) ** 0.5
@@ -158,33 +176,34 @@ def test_policy_acts_at_what_it_sees(name):
         assert abs(product.mean()) < 4 / product.size**0.5
 
 
-@pytest.mark.parametrize("name", having("Gumbel"))
+@discrete
 def test_choices_are_draws_from_the_softmax_of_each_environment_its_own(name):
     """Of the second part of an action, one of four: of two, noise of the other sign has the same draws."""
-    sizes = ("--num-envs", 3, "--num-steps", 4000, "--learning-rate", 0, "--total-timesteps")
+    sizes = ("--num-envs", 3, "--num-steps", 1000, "--num-minibatches", 1, "--update-epochs", 1)
+    sizes += ("--learning-rate", 0, "--total-timesteps")
 
     def last_choices(total: int) -> tuple[Tensor, Tensor]:
         """Probabilities, (T, n, 4), and how far the choices, each a row with a one, are from them."""
         result = run(name, "--env-id", "envs:Codes-v0", *sizes, total)
         with torch.no_grad():
-            logits = result["agent"].actor(torch.from_numpy(result["rollout_obs"][:-1]))
+            logits, _ = result["state"]["agent"](of_rollout(result)["obs"][:-1])
         probabilities = logits[..., 3:].softmax(2)
-        choices = torch.from_numpy(result["rollout_actions"][:-1, :, 1]).long()
+        choices = of_rollout(result)["actions"][:-1, :, 1].long()
         return probabilities, torch.nn.functional.one_hot(choices, 4) - probabilities
 
     with changed(name, "std=0.01)", "std=5.0)"):  # of a run of one rollout, and of two: half the rows reset
-        (_, first), (probabilities, errors) = last_choices(12_000), last_choices(20_000)
+        (_, first), (probabilities, errors) = last_choices(3000), last_choices(5000)
     of_the_likeliest = errors.gather(2, probabilities.argmax(2, keepdim=True))
-    assert of_the_likeliest.mean().abs() < 4 * of_the_likeliest.std() / 12_000**0.5
+    assert of_the_likeliest.mean().abs() < 4 * of_the_likeliest.std() / 3000**0.5
     for products in ((errors[:, 0] * errors[:, 1]).sum(1), (first * errors).sum(2)):
         assert products.mean().abs() < 4 * products.std() / products.numel() ** 0.5
 
 
-@pytest.mark.parametrize("name", having("class Games"))
+@atari
 def test_actions_have_the_frequencies_of_the_softmax(name):
     logits, draws = torch.tensor([0.0, 1, -2, 0.5]), 40_000
     act = fresh(name, (1, 4, 4))["act"]
-    act.__globals__["agent"] = lambda obs: (logits.expand(draws, 4), torch.arange(float(draws)))
+    act.__globals__["agent"] = lambda obs: (logits.expand(draws, 4), torch.arange(float(draws))[:, None])
     actions, log_prob, values = act(None).unbind(1)
     probabilities = logits.softmax(0)
     error = actions.long().bincount(minlength=4) / draws - probabilities
@@ -198,27 +217,29 @@ def known(name: str, *args) -> dict:
     """A run on the eve of gradient steps on random rows, some not valid."""
     result = fresh(name, (3, 20, 60), "--ent-coef", 0.2, "--vf-coef", 0.7, "--clip-coef", 0.2, *args)
     conftest.begin_anew(result, noise=0.02)
-    batch = result["batch"].normal_()
-    batch[:, -1] = (torch.rand(60) < 0.7).float()
-    obs, actions = batch[:, :4], batch[:, 4:-5]
-    if "nvec" in result:
-        actions.random_(3)
-    if "rollout_actions" not in result:
-        obs, actions = result["rollout_obs"].random_(256)[:-1].flatten(0, 1), batch[:, 0].random_(3)
-    result |= {"known_obs": obs, "known_actions": actions}
+    batch, space = result["batch"].normal_(), instances(result)[0].action_space
+    rows = named(batch, result["batch_columns"])
+    rows["valid"].copy_(torch.rand(60, 1) < 0.7)
+    if name not in CONTINUOUS:
+        rows["actions"].random_(int(space.n))
+    if "obs" not in rows:
+        rows["obs"] = result["rollout_obs"].random_(256)[:-1].flatten(0, 1)
     # So that some of the ratios and values, not all of them, are beyond the clip.
     with torch.no_grad():
-        log_prob, values, _ = evaluate(result["agent"], obs, actions)
-    batch[:, -5] = log_prob + 0.4 * torch.randn(60)
-    batch[:, -2] = values + 0.2 * torch.randn(60)
-    return result
+        log_prob, values, _ = evaluate(result["state"]["agent"], rows["obs"], rows["actions"])
+    rows["log_prob"].copy_(log_prob[:, None] + 0.4 * torch.randn(60, 1))
+    rows["values"].copy_(values[:, None] + 0.2 * torch.randn(60, 1))
+    return result | {"known": rows}
 
 
 def losses_by_hand(agent: Callable, result: dict, indices: Tensor) -> dict[str, Tensor]:
     """The losses on some rows of the batch, from the valid ones alone."""
-    args, rows = result["args"], indices[result["batch"][indices, -1] == 1]
-    old_log_prob, advantages, returns, old_values, _ = result["batch"][rows, -5:].unbind(1)
-    log_prob, values, policy = evaluate(agent, result["known_obs"][rows], result["known_actions"][rows])
+    args, known = result["args"], result["known"]
+    known = {key: rows[indices][known["valid"][indices, 0] == 1] for key, rows in known.items()}
+    old_log_prob, advantages, returns, old_values = (
+        known[key][:, 0] for key in ("log_prob", "advantages", "targets", "values")
+    )
+    log_prob, values, policy = evaluate(agent, known["obs"], known["actions"])
     log_ratio = log_prob - old_log_prob
     ratio, low, high = log_ratio.exp(), 1 - args.clip_coef, 1 + args.clip_coef
     if args.norm_adv:
@@ -231,7 +252,7 @@ def losses_by_hand(agent: Callable, result: dict, indices: Tensor) -> dict[str, 
     return {
         "policy_loss": -torch.minimum(ratio * advantages, ratio.clip(low, high) * advantages).mean(),
         "value_loss": errors.mean() / 2,
-        "entropy": policy.entropy().view(len(rows), -1).sum(1).mean(),
+        "entropy": policy.entropy().view(len(values), -1).sum(1).mean(),
         "old_approx_kl": -log_ratio.mean(),
         "approx_kl": (ratio - 1 - log_ratio).mean(),
         "clipfrac": torch.tensor(sum(beyond) / len(beyond)),
@@ -243,7 +264,7 @@ def losses_by_hand(agent: Callable, result: dict, indices: Tensor) -> dict[str, 
 def test_gradient_steps_are_those_of_the_paper(name, options):
     rate = 1e-4
     result = known(name, "--learning-rate", rate, *options)
-    args, agent = result["args"], copy.deepcopy(result["agent"]).requires_grad_(True)
+    args, agent = result["args"], copy.deepcopy(result["state"]["agent"]).requires_grad_(True)
     optimizer = torch.optim.Adam(agent.parameters(), lr=rate, eps=1e-5)
     minibatches = torch.randperm(60).chunk(3)
     for indices in minibatches:
@@ -265,14 +286,14 @@ def test_gradient_steps_are_those_of_the_paper(name, options):
 @each_script
 def test_a_minibatch_with_next_to_no_valid_row_does_no_harm(name):
     result = known(name, "--ent-coef", 0)
-    before = copy.deepcopy(result["agent"].state_dict())
+    before = copy.deepcopy(result["state"]["agent"].state_dict())
     for valid_rows in (0, 1):
-        result["batch"][:, -1] = (torch.arange(60) < valid_rows).float()
+        result["known"]["valid"].copy_(torch.arange(60)[:, None] < valid_rows)
         result["update"](torch.arange(60))
         assert all(value.isfinite().all() for value in numbers(result).values())
         assert result["losses"]["policy_loss"] == 0
         if not valid_rows:
-            torch.testing.assert_close(result["agent"].state_dict(), before, rtol=0, atol=0)
+            torch.testing.assert_close(result["state"]["agent"].state_dict(), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("options", "epochs"), KL)
@@ -289,7 +310,7 @@ def test_gradient_steps_are_so_many_at_a_falling_rate(name, options, epochs):
     # That of a rollout is the one at its first step.
     expected = [0.001 * (1 - step / 100 * result["args"].anneal_lr) for step in (0, *ends[:-1])]
     assert rates == pytest.approx(expected)
-    optimizer = result["optimizer"]
+    optimizer = result["state"]["optimizer"]
     applied = optimizer.lr if isinstance(optimizer, nn.Module) else optimizer.param_groups[0]["lr"]
     assert float(applied) == pytest.approx(expected[-1])
 
