@@ -126,6 +126,7 @@ def test_arguments_are_the_old_ones_and_what_differs_is_told_and_holds_from_ther
     before, path = trained(name, tmp_path)
     learnt = before["state"]["log_alpha"][0].exp().item()
     assert abs(learnt - 0.5) > 0.1
+    capfd.readouterr()
     after = go_on(name, 310, path, "--q-lr", "1e-4", "--exp-name", "another")
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == f"Going on from {path}"
@@ -289,6 +290,7 @@ def best_actions(name: str, done: dict, obs: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_evaluation_takes_the_best_actions_also_of_the_other_script(first, second, tmp_path, capfd):
     done, path = trained(first, tmp_path)
+    capfd.readouterr()
     again = play(second, "--evaluate", path.parent, directory=tmp_path)
     told, evaluated = capfd.readouterr().err, [result["summary"]["eval_returns"] for result in (done, again)]
     assert re.search(r"\revaluation: 100%.* 10/10 ", told) and told.startswith(f"Evaluating {path}\n")
