@@ -82,8 +82,7 @@ def test_envpool_has_as_many_threads_as_asked_for(name, seeds, options):
     assert make.call_args.kwargs["num_threads"] == 3
 
 
-def test_what_envpool_lacks_is_refused_with_what_it_has(refusal):
-    line = refusal("ppo", run, "--env-backend", "envpool", "--env-id", "envs:ScriptedChoices-v0")
-    assert "CartPole-v1" in line and "Acrobot-v1" in line and "Ant-v4" not in line
-    line = refusal("ppo_continuous_action", run, "--env-backend", "envpool", "--env-id", "envs:Scripted-v0")
-    assert "Ant-v4" in line and "Pendulum-v1" in line and "CartPole-v1" not in line
+def test_what_envpool_lacks_is_refused(refusal):
+    for name, env_id in (("ppo", "envs:ScriptedChoices-v0"), ("ppo_continuous_action", "envs:Scripted-v0")):
+        line = refusal(name, run, "--env-backend", "envpool", "--env-id", env_id)
+        assert line.startswith(f"--env-id {env_id}: EnvPool has no such environment")
