@@ -425,7 +425,7 @@ if __name__ == "__main__":
     losses = {name: torch.zeros((), device=device) for name in names}  # [fast: losses in place]
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
-    def act(obs: Tensor) -> Tensor:
+    def act(obs: Tensor) -> Tensor:  # [fast: one graph]
         """The policy's mean actions (num_envs, action_dim) at obs, on the device."""
         return agent.actor_mean(obs)
 

@@ -396,7 +396,7 @@ if __name__ == "__main__":
     losses = {name: torch.zeros((), device=device) for name in names}  # [fast: losses in place]
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
-    def act(obs: Tensor) -> Tensor:
+    def act(obs: Tensor) -> Tensor:  # [fast: one graph]
         """The policy's logits (num_envs, sum(nvec)) at obs (num_envs, obs_dim), on the device."""
         return agent.actor(obs)
 

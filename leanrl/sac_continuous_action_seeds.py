@@ -295,7 +295,7 @@ def parse_args() -> tuple[Args, list[dict]]:  # [seeds: own seeds, own runs]
     if args.resume and args.evaluate:
         refuse("--resume and --evaluate exclude each other")
     if args.resume or args.evaluate:
-        option = "resume" if args.resume else "evaluate"
+        option = "resume" if args.resume else "evaluate"  # [seeds: own runs]
         checkpoints = [load_checkpoint(replace(args, **{option: path})) for path in getattr(args, option)]
         if len({checkpoint["progress"]["global_step"] for checkpoint in checkpoints}) > 1 and args.resume:
             refuse("--resume takes checkpoints of one step")
@@ -313,11 +313,12 @@ def parse_args() -> tuple[Args, list[dict]]:  # [seeds: own seeds, own runs]
         refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
     for name, value in saved.items():
         option, now = f"--{name.replace('_', '-')}", getattr(args, name)
-        if now != value and name in ("env_id", "seed", "seeds", "num_envs", "buffer_size"):
+        fixed = ("env_id", "seed", "seeds", "num_envs", "buffer_size")  # [seeds: own seeds]
+        if now != value and name in fixed:
             refuse(f"{option} has to stay {value}, as in {checkpoints[0]['file']}, got {now}")
         if now != value and name != "resume":
             print(f"{option} {now} from here on, it was {value}", file=sys.stderr)
-    seeds = args.seeds or range(args.seed, args.seed + args.num_seeds)
+    seeds = args.seeds or range(args.seed, args.seed + args.num_seeds)  # [seeds: own runs]
     if len(set(seeds)) < len(seeds):
         refuse(f"--seeds takes different ones, got {args.seeds}")
     if args.track or (args.env_workers and args.capture_video):
@@ -419,7 +420,7 @@ if __name__ == "__main__":
     updates_due = progress[0]["updates_due"]
     returns = [of_agent["returns"] for of_agent in progress]
 
-    films = args.capture_video and not args.evaluate
+    films = args.capture_video and not args.evaluate  # [seeds: own runs]
     videos = folders[0] / f"videos/from_step_{global_step}" if films else None
     # The step that ends an episode also resets its environment; infos["final_obs"] has what it ended with.
     env_fns = [partial(make_env, args, videos if i == 0 else None) for i in range(num_agents * args.num_envs)]
@@ -526,7 +527,7 @@ if __name__ == "__main__":
         alpha = log_alpha.detach().exp()
         actor_loss = (alpha * log_prob - qf_values).mean(dim=(1, 2))  # equation 7
         actor_optimizer.minimize(actor_loss.sum())  # [fast: flat]
-        record(alpha=alpha.flatten(), actor_loss=actor_loss)
+        record(alpha=alpha.flatten(), actor_loss=actor_loss)  # [seeds: own runs]
         if args.autotune:
             entropy = -log_prob.detach().mean(dim=(1, 2))  # [seeds: agents in front]
             alpha_loss = log_alpha.exp().flatten() * (entropy + action_dim)  # eq. 18, appendix D
@@ -549,7 +550,7 @@ if __name__ == "__main__":
         for name, loss in zip(losses, values, strict=True):
             writers[agent].add_scalar(f"losses/{name}", loss, global_step)
             if not math.isfinite(loss):
-                lost.setdefault(agent, f"{name} is {loss} at step {global_step}")
+                lost.setdefault(agent, f"{name} is {loss} at step {global_step}")  # [seeds: own runs]
 
     # ---- Training ------------------------------------------------------------------------------------------
     for agent, checkpoint in enumerate(checkpoints):  # [seeds: own runs]
@@ -583,6 +584,7 @@ if __name__ == "__main__":
         print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
     # [fast: warm-up] Compile, warm up and capture before the first step, on the state, and put it back.
     if (args.compile or cudagraphs) and not args.evaluate:
+        # [seeds: own runs]
         saved = [{name: item.state_dict() for name, item in state.items()} for state in states]
         try:
             for kind in (6 if cudagraphs else 1) * kinds:  # captured: four warm up, one records, one replays
@@ -677,11 +679,11 @@ if __name__ == "__main__":
                 recent = [total for agent in alive for total in returns[agent][-10:]]
                 bar.postfix = f"SPS {sps:.0f}, return {np.mean(recent) if recent else math.nan:.1f}"
                 bar.update(global_step - bar.n)
-                for of_agent in progress:
+                for of_agent in progress:  # [seeds: own runs]
                     of_agent |= {"global_step": global_step, "updates": updates, "updates_due": updates_due}
                 if global_step // eval_every > progress[alive[0]]["last_eval"] // eval_every:
                     pause = time.perf_counter()
-                    scores = {}
+                    scores = {}  # [seeds: own runs]
                     for agent in alive:
                         policy = partial(best_action, actor=actors[agent])
                         scores[agent] = evaluate(agent_args[agent], make_env(args), policy, stopping)
@@ -696,7 +698,7 @@ if __name__ == "__main__":
                     sps_time += time.perf_counter() - pause
                 at_the_end = last and (args.save_model or args.checkpoint_every)
                 if at_the_end or global_step - saved_step >= checkpoint_every:
-                    for agent in alive:
+                    for agent in alive:  # [seeds: own runs]
                         replay = {"buffer": buffer[agent, :global_step].clone()}
                         place = agent_args[agent], writers[agent], f"{global_step}.pt"
                         save_checkpoint(*place, states[agent], progress[agent], **replay)
