@@ -142,7 +142,7 @@ def linear_schedule(start_e: float, end_e: float, duration: float, t: int) -> fl
     return start_e + (end_e - start_e) * (min(t / duration, 1) if duration else 1)
 
 
-# [fast: flat] Adam, clipping and the targets' updates are an operation each. Measured for SAC: 1.05.
+# [fast: flat] Adam and the updates of targets are few operations each. Measured for SAC: 1.05.
 class Flat(nn.Module):
     """A network that computes with one flat tensor, `params`, of which its own parameters become views."""
 

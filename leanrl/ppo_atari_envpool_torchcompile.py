@@ -191,7 +191,7 @@ def split(rows: Tensor, columns: dict[str, int]) -> dict[str, Tensor]:
     return dict(zip(columns, rows.split([*columns.values()], dim=-1), strict=True))
 
 
-# [fast: flat] Adam and clipping are an operation each.
+# [fast: flat] Adam and the clipping of gradients are few operations each.
 def as_shape(part: Tensor, shape: torch.Size) -> Tensor:
     """A view with this shape of a flat part, of which the channels of a convolution come last."""
     return part.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if len(shape) == 4 else part.view(shape)

@@ -202,7 +202,7 @@ def split(rows: Tensor, columns: dict[str, int]) -> dict[str, Tensor]:
     return dict(zip(columns, rows.split([*columns.values()], dim=-1), strict=True))
 
 
-# [fast: flat] Adam and clipping are an operation each.
+# [fast: flat] Adam and the clipping of gradients are few operations each.
 class Flat(nn.Module):
     """A network that computes with one flat tensor, `params`, of which its own parameters become views."""
 

@@ -204,7 +204,7 @@ def normal(*shape: int) -> Tensor:
     return (math.sqrt(2) * torch.erfinv(2 * uniform(*shape) - 1)).float()
 
 
-# [fast: flat] Adam, clipping and the targets' updates are an operation each. Measured for SAC: 1.05.
+# [fast: flat] Adam and the updates of targets are few operations each. Measured for SAC: 1.05.
 class Flat(nn.Module):
     """Networks of one class on one tensor, `params`; theirs become views of it, which take no gradient."""
 
@@ -316,7 +316,7 @@ def parse_args() -> tuple[Args, list[dict]]:  # [seeds: own seeds, own runs]
         fixed = ("env_id", "seed", "seeds", "num_envs", "buffer_size")  # [seeds: own seeds]
         if now != value and name in fixed:
             refuse(f"{option} has to stay {value}, as in {checkpoints[0]['file']}, got {now}")
-        if now != value and name != "resume":
+        if now != value and name not in ("resume", "num_seeds"):
             print(f"{option} {now} from here on, it was {value}", file=sys.stderr)
     seeds = args.seeds or range(args.seed, args.seed + args.num_seeds)  # [seeds: own runs]
     if len(set(seeds)) < len(seeds):
@@ -550,7 +550,7 @@ if __name__ == "__main__":
         for name, loss in zip(losses, values, strict=True):
             writers[agent].add_scalar(f"losses/{name}", loss, global_step)
             if not math.isfinite(loss):
-                lost.setdefault(agent, f"{name} is {loss} at step {global_step}")  # [seeds: own runs]
+                lost.setdefault(agent, f"{name} is {loss} at step {global_step}")  # [seeds: lost agents]
 
     # ---- Training ------------------------------------------------------------------------------------------
     for agent, checkpoint in enumerate(checkpoints):  # [seeds: own runs]

@@ -175,7 +175,7 @@ def sample_actions(mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
     return torch.tanh(u), log_prob.sum(dim=1, keepdim=True)
 
 
-# [fast: flat] Adam, clipping and the targets' updates are an operation each. Measured for SAC: 1.05.
+# [fast: flat] Adam and the updates of targets are few operations each. Measured for SAC: 1.05.
 class Flat(nn.Module):
     """Networks of one class on one tensor, `params`; theirs become views of it, which take no gradient."""
 

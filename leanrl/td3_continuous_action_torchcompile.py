@@ -159,7 +159,7 @@ class Actor(nn.Module):
         return torch.tanh(self.fc_mu(x))
 
 
-# [fast: flat] Adam, clipping and the targets' updates are an operation each. Measured for SAC: 1.05.
+# [fast: flat] Adam and the updates of targets are few operations each. Measured for SAC: 1.05.
 class Flat(nn.Module):
     """Networks of one class on one tensor, `params`; theirs become views of it, which take no gradient."""
 
