@@ -15,10 +15,14 @@
 #   ./run.sh python [ARGS]        Python itself, for any other program, such as -m benchmark.studies.scaling
 #
 # The first call creates .venv and installs what is needed. PYTHON names another interpreter (3.11 or newer).
+# VENV=FOLDER takes an environment of your own as it is, with all of requirements/dev.txt in it; of one that is
+# active, VENV=$VIRTUAL_ENV.
 # On an AMD processor, MKL runs the code that it has for Intel's; MKL_AS_ON_INTEL=0 turns that off
 # (docs/benchmark.md#amd-processors).
 set -euo pipefail
+venv=${VENV:+$(cd "$VENV" && pwd)} # of the caller's folder
 cd "$(dirname "${BASH_SOURCE[0]}")"
+venv=${venv:-$PWD/.venv}
 
 die() {
   echo "run.sh: error: $*" >&2
@@ -46,12 +50,12 @@ install() {
 }
 
 is_installed() {
-  [ -x "$venv/bin/python" ] && [ "$(cat "$venv/requirements.cksum" 2>/dev/null)" = "$wanted" ]
+  [ "$(cat "$venv/requirements.cksum" 2>/dev/null)" = "$wanted" ] && [ -x "$venv/bin/python" ]
 }
 
 install_anew() {
   echo "Installing into $venv (once) ..." >&2
-  if [ ! -x "$venv/bin/python" ]; then
+  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # none, or a call before was stopped early
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
       die "needs Python 3.11 or newer, and $python is not: set PYTHON"
     "$python" -m venv "$venv" || {
@@ -66,7 +70,7 @@ install_anew() {
 # MKL, which multiplies matrices for PyTorch, keeps to AVX2 on AMD's processors, unless a function that is
 # found before its own tells it that they are Intel's. MKL_AS_ON_INTEL=0 leaves it to itself.
 mkl_as_on_intel() {
-  local library=$PWD/.venv/lib/mkl_as_on_intel.so function='int mkl_serv_intel_cpu_true(void) { return 1; }'
+  local library=$venv/lib/mkl_as_on_intel.so function='int mkl_serv_intel_cpu_true(void) { return 1; }'
   grep -qs AuthenticAMD /proc/cpuinfo && [ "${MKL_AS_ON_INTEL:-1}" != 0 ] || return 0
   if [[ $library == *[[:space:]:]* ]]; then # which end a name in LD_PRELOAD
     echo "MKL keeps to AVX2 in a folder with a space or a colon in its path" >&2
@@ -74,7 +78,7 @@ mkl_as_on_intel() {
     export LD_PRELOAD=$library${LD_PRELOAD:+:$LD_PRELOAD}
     echo "MKL runs its code for Intel's processors on this AMD one; MKL_AS_ON_INTEL=0 turns that off" >&2
   else
-    echo "MKL keeps to AVX2: there is no C compiler (cc), or .venv cannot be written to" >&2
+    echo "MKL keeps to AVX2: there is no C compiler (cc), or $venv cannot be written to" >&2
   fi
 }
 
@@ -83,9 +87,13 @@ make_library() {
 }
 
 main() {
-  install .venv requirements/{requirements,mujoco,classic_control,atari,benchmark,dev}.txt
+  if [ -z "${VENV:-}" ]; then
+    install "$venv" requirements/{requirements,mujoco,classic_control,envpool,benchmark,dev}.txt
+  elif ! "$venv/bin/python" -c 'import tensordict, mujoco, pygame, envpool, submitit, pytest' &>/dev/null; then
+    die "VENV=$VENV lacks something: $venv/bin/python -m pip install -r requirements/dev.txt"
+  fi
   mkl_as_on_intel
-  exec .venv/bin/python "$@"
+  exec "$venv/bin/python" "$@"
 }
 
 case ${1:-} in

@@ -506,8 +506,29 @@ def test_two_first_calls_of_run_sh_install_once(tmp_path):
     assert [call.wait() for call in calls] == [0, 0]
     assert sorted(line.split()[0] for line in told.read_text().splitlines()) == ["Installing", "Waiting"]
     notes = notes.read_text().splitlines()
-    assert [sum(note.startswith(what) for note in notes) for what in ("-m venv", "-m pip")] == [1, 1]
-    assert {*notes[-2:]} == {"a", "b"}
+    installed = [sum(note.startswith(what) for note in notes) for what in ("-m venv", "-m pip install")]
+    assert installed == [1, 1] and {*notes[-2:]} == {"a", "b"}
+
+
+def test_run_sh_mends_an_environment_without_pip_and_takes_one_of_the_users_own(tmp_path):
+    """As Ctrl+C in the first second of the first call leaves it."""
+    shutil.copy(ROOT / "run.sh", tmp_path)
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    venv = tmp_path / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    env = os.environ | {"PYTHON": sys.executable, "PIP_NO_INDEX": "1", "MKL_AS_ON_INTEL": "0"}
+    done = subprocess.run([tmp_path / "run.sh", "python"], env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "No matching distribution found" in done.stderr
+    assert subprocess.run([venv / "bin" / "python", "-m", "pip", "--version"]).returncode == 0
+    own = ["python", "-c", "import sys; print(sys.prefix)"]
+    for prefix, status in ((Path(sys.prefix), 0), (venv, 2)):
+        env["VENV"] = os.path.relpath(prefix, tmp_path)
+        done = subprocess.run(
+            [tmp_path / "run.sh", *own], env=env, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == status
+        told = f"run.sh: error: VENV={env['VENV']} lacks something: {venv}/bin/python -m pip install"
+        assert (done.stdout.strip() == str(prefix)) if status == 0 else done.stderr.startswith(told)
 
 
 PRODUCT = """
