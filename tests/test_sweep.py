@@ -459,6 +459,21 @@ def test_after_kill_9_finished_runs_are_not_repeated(house, capsys):
     # The last run had left all that is needed.
     assert [seed for _, seed, *_ in house.starts()] == ["0", "1", "1", "2"]
 
+    # On a disk that was full files are empty.
+    [outcome] = house.folder.glob("jobs/*seed2/*/outcome.json")
+    results_.write_bytes(b"".join(results_.read_bytes().splitlines(keepends=True)[:-1]))
+    outcome.write_text("")
+    house.sweep()
+    assert house.done() == [0, 1, 2] and len(house.starts()) == 5
+    curves.unlink()
+    report = [sys.executable, "-m", "benchmark.report", house.folder]
+    assert "| td3_continuous_action: LeanRL eager |" in subprocess.check_output(report, cwd=ROOT, text=True)
+    (house.folder / "sweep.json").write_text("")
+    _, error = house.sweep(status=2)
+    assert error.endswith(
+        "sweep.json is not the description of one sweep: remove it, and the folder is new\n"
+    )
+
 
 # ---- Slurm -------------------------------------------------------------------------------------------------
 # One Slurm for all its tests, in whichever worker.

@@ -5,7 +5,7 @@
 
 A table stands between `<!-- table: KIND FILE -->` and `<!-- end -->`; KIND is a key of TABLES or the name of
 a study, FILE a file in benchmark/results/. Nothing between the two is written by hand, and nothing stands
-there as long as there is no such file. A study, a file of benchmark/studies/, has a function `check(line)`
+there as long as there is no such file. A study is a file of benchmark/studies/ with a function `check(line)`
 and, for its table, `table(lines)` or, for plots/FILE-STUDY.png, `plot(lines, curves)`.
 """
 
@@ -113,7 +113,8 @@ def report_folder(folder: Path) -> None:
             print(f"\nfailed: {line['job']}: {line['reason']}")
         for seed, reason in line.get("lost_seeds", {}).items():
             print(f"\nlost: the agent of seed {seed} in {line['job']}: {reason}")
-    curves = results.read(folder / "curves.jsonl", results.check_curve, growing=True)
+    drawn = folder / "curves.jsonl"
+    curves = results.read(drawn, results.check_curve, growing=True) if drawn.exists() else []
     paths = write_plots(lines, curves, folder / "plots")
     print(f"\nresults: {folder / 'results.jsonl'}\nplots: {', '.join(str(path) for path in paths)}")
 

@@ -5,7 +5,7 @@ import itertools
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
@@ -84,19 +84,23 @@ def critics() -> list[dict]:
     stacked, _ = stack_module_state(pair)
     skeleton = copy.deepcopy(pair[0]).to("meta")
 
-    def batched() -> None:
-        ensemble(x).square().mean().backward()
+    def gradients(values: Tensor, params: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(values.square().mean(), [*params])
 
-    def vmapped() -> None:
+    def batched_layer() -> tuple[Tensor, ...]:
+        return gradients(ensemble(x), ensemble.parameters())
+
+    def at_once() -> tuple[Tensor, ...]:
         values = vmap(lambda params: functional_call(skeleton, params, (x,)))(stacked)
-        values.square().mean().backward()
+        return gradients(values, stacked.values())
 
-    def one_by_one() -> None:
-        torch.stack([critic(x) for critic in pair]).square().mean().backward()
+    def one_by_one() -> tuple[Tensor, ...]:
+        return gradients(torch.stack([critic(x) for critic in pair]), nn.ModuleList(pair).parameters())
 
-    eager = {"batched_layer": batched, "vmap": vmapped, "one_by_one": one_by_one}
-    rows = compare("two critics, forward and backward", 20, **eager)
-    compiled = {f"{call.__name__}_compiled": torch.compile(call) for call in (batched, vmapped, one_by_one)}
+    calls = (at_once, one_by_one, batched_layer)
+    rows = compare("two critics, forward and backward", 20, **{call.__name__: call for call in calls})
+    torch._dynamo.config.trace_autograd_ops = True  # as the twins
+    compiled = {f"{call.__name__}_compiled": torch.compile(call, fullgraph=True) for call in calls}
     return rows + compare("the same", 20, **compiled)
 
 

@@ -63,7 +63,9 @@ def describe(folder: Path, profile: str) -> str:
         description = {"format": results.FORMAT, "id": identity, "profile": profile, "git_commit": now}
         results.replace(path, [description], results.check_description)
         return identity
-    [sweep] = results.read(path, results.check_description)
+    sweep, *more = results.read(path, results.check_description) or [None]
+    if more or not sweep:
+        refuse(f"{path} is not the description of one sweep: remove it, and the folder is new")
     if sweep["profile"] != profile:
         refuse(f"--folder {folder}: has a sweep of profile {sweep['profile']}, not {profile}")
     if sweep["git_commit"] != now:
@@ -72,9 +74,12 @@ def describe(folder: Path, profile: str) -> str:
 
 
 def read_outcome(folder: Path) -> dict | None:
-    """What a run has left in its folder at its end, if it has ended."""
+    """What a run has left in its folder at its end, if it has ended; a file that is cut off is none."""
     path = folder / "outcome.json"
-    return json.loads(path.read_bytes()) if path.exists() else None
+    try:
+        return json.loads(path.read_bytes()) if path.exists() else None
+    except ValueError:
+        return None
 
 
 class Record:
