@@ -4,6 +4,7 @@
 # dependencies = [
 #     "torch>=2.11,<2.16", "gymnasium[classic-control]>=1.4,<1.5", "numpy>=2,<3", "tyro>=1,<2",
 #     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.16",
+#     "envpool>=1.2.5,<2",
 # ]
 # ///
 """Deep Q-learning (DQN) for discrete actions: the eager script.
@@ -30,6 +31,7 @@ START_TIME = time.perf_counter()  # the imports below are part of the start-up
 import copy
 import json
 import math
+import os
 import re
 import signal
 import sys
@@ -63,6 +65,7 @@ class Args:
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: bfloat16
+    torch_deterministic: bool = False  # only deterministic algorithms: a seed repeats its run on a GPU, too
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
@@ -75,9 +78,12 @@ class Args:
     eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
     log_every: PositiveInt = 100  # agent steps between two log entries
 
-    env_id: str = "CartPole-v1"  # the id of the environment: any with Box observations and Discrete actions
+    env_id: str = "CartPole-v1"  # the id of the environment: any with Discrete actions
+    obs_keys: tuple[str, ...] | None = None  # the parts of an observation that the agent sees, else all
     total_timesteps: PositiveInt = 500_000  # agent steps in all, over all environments
     num_envs: PositiveInt = 1  # the number of parallel environments
+    env_backend: Literal["gymnasium", "envpool"] = "gymnasium"  # what steps the environments
+    env_threads: NonNegativeInt = 0  # the number of EnvPool's threads; 0: one for each core
     buffer_size: PositiveInt = 10_000  # transitions that the replay buffer holds, over all environments
     gamma: Fraction = 0.99  # the discount factor
     tau: Fraction = 1.0  # how far the target network moves towards the network at each of its updates
@@ -95,16 +101,35 @@ class Args:
 # ---- Environment -------------------------------------------------------------------------------------------
 def make_env(args: Args, videos: Path | None = None) -> gym.Env:
     """Build an environment with flat observations, filmed into the folder `videos`."""
-    try:
-        env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
-    except gym.error.Error as error:
-        refuse(f"--env-id {args.env_id}: {error}")
-    obs, actions = env.observation_space, env.action_space
-    if not (isinstance(obs, gym.spaces.Box) and isinstance(actions, gym.spaces.Discrete)):
-        refuse(f"--env-id takes Box observations and Discrete actions, not {obs} and {actions}")
+    if args.env_backend == "envpool":
+        env = Pool(args, [], filmed=videos is not None)
+    else:
+        env = make(args, videos)
+        try:
+            env = gym.wrappers.FilterObservation(env, args.obs_keys) if args.obs_keys else env
+        except (TypeError, ValueError) as error:
+            refuse(f"--obs-keys: {error}")
+        if not env.observation_space.is_np_flattenable:
+            refuse(f"--env-id takes observations that can be flattened, not {env.observation_space}")
+        env = gym.wrappers.FlattenObservation(env)
+    if not isinstance(env.action_space, gym.spaces.Discrete):
+        refuse(f"--env-id takes Discrete actions, not {env.action_space}")
+    return film(args, env, videos)
+
+
+def make_envs(args: Args, seeds: list[int], videos: Path | None) -> gym.Env | SyncVectorEnv:
+    """Build all environments; the step that ends an episode also resets its environment (SAME_STEP)."""
+    if args.env_backend == "gymnasium":
+        env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(args.num_envs)]
+        return Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
     if videos:
-        env = gym.wrappers.RecordVideo(env, str(videos), disable_logger=True)
-    return gym.wrappers.RecordEpisodeStatistics(gym.wrappers.FlattenObservation(env))
+        make_env(args, videos).close()  # refuses what does not render before all else
+        print("--capture-video: of EnvPool's environments only evaluation is filmed", file=sys.stderr)
+    envs = SameStep(args, seeds)
+    envs.single_action_space = envs.action_space
+    if not isinstance(envs.action_space, gym.spaces.Discrete):
+        refuse(f"--env-id takes Discrete actions, not {envs.action_space}")
+    return envs
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -129,23 +154,39 @@ def linear_schedule(start_e: float, end_e: float, duration: float, t: int) -> fl
     return start_e + (end_e - start_e) * (min(t / duration, 1) if duration else 1)
 
 
-# ---- Run: command line, checkpoints, signals, evaluation ---------------------------------------------------
+# ---- Run: command line, checkpoints, signals, evaluation, vectors of environments --------------------------
 def refuse(message: str) -> NoReturn:
     """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 
+def command_line() -> list[str]:
+    """What was typed, with `--flag=False` and `--flag False` as `--no-flag`, and integers as 1e6 in full."""
+    typed, words = [], []
+    for word in sys.argv[1:]:
+        option, equals, value = word.partition("=")
+        typed += [option, value] if equals and option.startswith("--") else [word]
+    for word in typed:
+        kind = Args.__annotations__.get(words[-1][2:].replace("-", "_") if words else "")
+        if kind is bool and word in ("False", "false"):
+            words[-1] = f"--no-{words[-1][2:]}"
+        elif not (kind is bool and word in ("True", "true")):
+            whole = "int" in str(kind) and re.fullmatch(r"[\d.]+[eE]\+?\d+", word) and float(word) % 1 == 0
+            words.append(f"{float(word):.0f}" if whole else word)
+    return words
+
+
 def parse_args() -> tuple[Args, dict]:
-    """The arguments, and the checkpoint that gives --resume its defaults, and --evaluate its env_id."""
-    args, checkpoint, saved = tyro.cli(Args), {}, {}
+    """The arguments, and the checkpoint that gives --resume its defaults, and --evaluate its environment."""
+    args, checkpoint, saved = tyro.cli(Args, args=command_line()), {}, {}
     if args.resume and args.evaluate:
         refuse("--resume and --evaluate exclude each other")
     if args.resume or args.evaluate:
         checkpoint = load_checkpoint(args)
-        names = vars(args).keys() & checkpoint["args"] if args.resume else ["env_id"]
-        saved = {name: checkpoint["args"][name] for name in sorted(names)}
-        args = tyro.cli(Args, default=Args(**saved))  # again, over these
+        kept = vars(args).keys() if args.resume else {"env_id", "env_backend", "obs_keys"}
+        saved = {name: checkpoint["args"][name] for name in sorted(kept & checkpoint["args"].keys())}
+        args = tyro.cli(Args, args=command_line(), default=Args(**saved))  # again, over these
     try:
         TypeAdapter(Args).validate_python(vars(args))
     except ValidationError as invalid:
@@ -153,23 +194,29 @@ def parse_args() -> tuple[Args, dict]:
         refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
     for name, value in saved.items():
         option, now = f"--{name.replace('_', '-')}", getattr(args, name)
-        if now != value and name in ("env_id", "seed", "num_envs", "buffer_size"):
+        if now != value and name in ("env_id", "obs_keys", "seed", "num_envs", "buffer_size"):
             refuse(f"{option} has to stay {value}, as in {checkpoint['file']}, got {now}")
         if now != value and name != "resume":
-            print(f"{option} {now} from here on, it was {value}", file=sys.stderr)
+            print(f"{option} {now}{' from here on' if args.resume else ''}, it was {value}", file=sys.stderr)
     return args, checkpoint
 
 
+def read(file: Path) -> dict:
+    """The content of a checkpoint, of which nothing is executed; empty if the file is none."""
+    try:
+        return dict(torch.load(file, map_location="cpu", weights_only=True))
+    except Exception:  # torch.load raises what it likes where a file is none of its own
+        return {}
+
+
 def load_checkpoint(args: Args) -> dict:
-    """Read the checkpoint to resume or evaluate, of a folder the newest; nothing in it is executed."""
+    """Read the checkpoint to resume or evaluate, of a folder the newest."""
     path = Path(args.resume or args.evaluate)
     in_folder = path.glob("[0-9]*.pt" if args.resume else "*.pt")  # none if it is a file itself
     file = max(in_folder, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
-    try:
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-        script = checkpoint["script"]
-    except Exception as error:  # torch.load raises what it likes where a file is none of its own
-        refuse(f"{file} is not a checkpoint or a folder with one: {type(error).__name__}")
+    script = (checkpoint := read(file)).get("script")
+    if not script:
+        refuse(f"{file} is not a checkpoint or a folder with one")
     if args.resume and (script != Path(__file__).stem or not file.stem.isdecimal()):
         refuse(f"--resume takes a numbered checkpoint of this script, not {file} of {script}.py")
     print(f"{'Going on from' if args.resume else 'Evaluating'} {file}", file=sys.stderr)
@@ -195,52 +242,163 @@ def load_states(state: dict, checkpoint: dict) -> None:
 
 
 def stop_on_signals() -> list[int]:
-    """The list to which Ctrl+C, SIGTERM and SIGHUP add their numbers; the same one again ends at once."""
+    """The list to which Ctrl+C and what Slurm sends add their numbers; the same one again ends at once."""
     received = []
 
     def note(number: int, _) -> None:
         received.append(number)
         signal.signal(number, signal.SIG_DFL)
 
-    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows
+    for name in {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"} & {*dir(signal)}:  # not all on Windows
+        number = getattr(signal, name)
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, note)
     return received
 
 
-def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) -> list[float]:
-    """Play whole episodes with a policy from an observation to an action; gives the return of each."""
-    returns = []
+def evaluate(
+    args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]
+) -> tuple[list[float], list[dict]]:
+    """Play whole episodes with a policy from an observation to an action: their returns and last infos.
+
+    The network is in evaluation mode meanwhile, as dropout and batch normalisation ask for.
+    """
+    returns, infos = [], []
+    network.eval()
     seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10)
-    for seed in tqdm(seeds.tolist(), desc="evaluation", unit="episode", leave=not args.eval_every):
-        obs, info = env.reset(seed=seed)
-        while "episode" not in info and not stopping:
-            obs, _, _, _, info = env.step(policy(obs))
-        returns += [float(np.sum(info["episode"]["r"]))] if "episode" in info else []
+    options = {"desc": "evaluation", "unit": "episode", "leave": not args.eval_every, "miniters": 0}
+    bar = tqdm(total=len(seeds), **options)
+    for seed in seeds.tolist():
+        (obs, info), over, steps, score = env.reset(seed=seed), False, 0, 0.0
+        while not over and not stopping:
+            obs, reward, terminated, truncated, info = env.step(policy(obs))
+            over, steps, score = np.any(terminated | truncated), steps + 1, score + np.sum(reward).item()
+            bar.postfix = f"step {steps}, return {score:.1f}"
+            bar.update(0)
+        bar.update(int(over))
+        returns += [score] if over else []
+        infos += [info.get(0, info)] if over else []  # of an environment of EnvPool's that is alone
+    bar.close()
     env.close()
-    return returns
+    network.train()
+    return returns, infos
+
+
+def make(args: Args, videos: Path | None) -> gym.Env:
+    """What `gym.make` gives; errors of an environment of the user's own keep their traceback."""
+    try:
+        return gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
+    except (gym.error.Error, ImportError, TypeError) as error:
+        unfilmed = videos and "render_mode" in str(error)
+        if ":" in args.env_id and not (isinstance(error, gym.error.Error) or unfilmed):
+            raise
+        refuse(f"--env-id {args.env_id}: {error}")
+
+
+def film(args: Args, env: gym.Env, videos: Path | None) -> gym.Env:
+    """Have an environment filmed into the folder `videos`; refuses one that does not render."""
+    if not videos:
+        return env
+    try:
+        env.reset()
+        assert env.render() is not None, "no image"
+    except Exception as error:  # of whatever draws
+        refuse(f"--capture-video: {args.env_id} does not render: {type(error).__name__}: {error}")
+    return gym.wrappers.RecordVideo(env, str(videos), disable_logger=True)
+
+
+class Envs(SyncVectorEnv):
+    """Environments stepped in turn, with infos by index: to merge them takes 10 of the 74 us of a step."""
+
+    def _add_info(self, vector_infos: dict, env_info: dict, env_num: int) -> dict:
+        vector_infos.setdefault(env_num, {}).update(env_info)
+        return vector_infos
+
+
+class Pool(gym.Wrapper):
+    """EnvPool's environments, with vectors as observations: of named parts by the order of their names.
+
+    Without seeds, one to evaluate in, without the axis in front. EnvPool takes seeds of 31 bits.
+    """
+
+    def __init__(self, args: Args, seeds: list[int], filmed: bool = False):
+        self.alone = not seeds
+        seeds = seeds or np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(1).tolist()
+        try:
+            import envpool
+        except ImportError:
+            refuse("--env-backend envpool needs the package envpool: requirements/envpool.txt")
+        if args.env_id not in envpool.list_all_envs():
+            refuse(f"--env-id {args.env_id}: EnvPool has no such environment")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        options = {"num_envs": len(seeds), "num_threads": min(args.env_threads or cores, len(seeds))}
+        options |= {"seed": [seed >> 1 for seed in seeds], "render_mode": "rgb_array" if filmed else None}
+        try:
+            super().__init__(envpool.make(args.env_id, "gymnasium", **options))
+        except (ImportError, RuntimeError) as error:  # of what an environment needs
+            refuse(f"--env-id {args.env_id}: {error}")
+        if self.env.config.get("max_num_players", 1) > 1:
+            refuse(f"--env-id {args.env_id}: more than one player")
+        space = self.env.observation_space
+        self.keys = sorted(args.obs_keys or space) if isinstance(space, gym.spaces.Dict) else None
+        parts = {key: space.spaces.get(key) for key in self.keys} if self.keys else {"": space}
+        boxes = all(isinstance(part, gym.spaces.Box | gym.spaces.MultiBinary) for part in parts.values())
+        if not boxes or (args.obs_keys and not self.keys):
+            refuse(f"--env-id and --obs-keys take boxes as observations, of {space}")
+        self.observation_space = gym.spaces.flatten_space(gym.spaces.Dict(parts))
+
+    def vectors(self, obs: np.ndarray | dict[str, np.ndarray]) -> np.ndarray:
+        """Observations as they come from EnvPool, of n environments, as (n, obs_dim), or of one."""
+        parts = [obs[key] for key in self.keys] if self.keys else [obs]
+        vectors = np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
+        return vectors[0] if self.alone else vectors
+
+    def reset(self, **_) -> tuple[np.ndarray, dict]:
+        return self.vectors(self.env.reset()[0]), {}
+
+    def step(self, actions: np.ndarray) -> tuple:
+        actions = np.asarray(actions)[None] if self.alone else actions
+        obs, rewards, terminated, truncated, info = self.env.step(actions)
+        infos = {index: {"is_success": success} for index, success in enumerate(info.get("is_success", ()))}
+        return self.vectors(obs), rewards, terminated, truncated, infos
+
+    def render(self) -> np.ndarray:
+        return self.env.render(env_ids=[0])[0]
+
+
+class SameStep(Pool):
+    """A pool of which the step that ends an episode also resets its environment; infos are Gymnasium's."""
+
+    def step(self, actions: np.ndarray) -> tuple:
+        obs, rewards, terminated, truncated, infos = super().step(actions)
+        over = np.flatnonzero(terminated | truncated)
+        infos = {index: {"final_obs": obs[index], "final_info": infos.get(index, {})} for index in over}
+        if len(over):
+            obs = obs.copy()
+            obs[over] = self.vectors(self.env.reset(over)[0])
+        return obs, rewards, terminated, truncated, infos
 
 
 if __name__ == "__main__":
     # ---- Setup ---------------------------------------------------------------------------------------------
     args, checkpoint = parse_args()
-    first_learning_step = args.learning_starts + args.num_envs + args.train_frequency
-    if not args.evaluate and first_learning_step > args.total_timesteps:
-        refuse(f"--learning-starts has to leave some of --total-timesteps, got {args.learning_starts}")
     if args.buffer_size < max(args.batch_size, args.num_envs):
         refuse(f"--buffer-size has to hold a batch and a step of all environments, got {args.buffer_size}")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     if args.cuda and device.type == "cpu":
         print("CUDA is not available: running on the CPU", file=sys.stderr)
+    if args.torch_deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for cuBLAS, read at its first use
+        torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
     torch.set_num_threads(1)  # small networks: as fast as two alone, four times as fast beside a busy process
     torch.set_float32_matmul_precision(args.matmul_precision)
     torch.manual_seed(args.seed)
 
-    progress = {"global_step": 0, "updates": 0, "updates_due": 0, "returns": [], "last_eval": 0}
-    progress |= {"best_eval": -math.inf} | (checkpoint["progress"] if args.resume else {})
-    global_step, updates = progress["global_step"], progress["updates"]
-    updates_due, returns = progress["updates_due"], progress["returns"]  # this very list
+    progress = {"global_step": 0, "updates": 0, "updates_due": 0, "returns": [], "successes": []}
+    progress |= {"last_eval": 0, "best_eval": -math.inf} | (checkpoint["progress"] if args.resume else {})
+    global_step, updates, updates_due = progress["global_step"], progress["updates"], progress["updates_due"]
+    returns, successes = progress["returns"], progress["successes"]  # these very lists
 
     name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
     folder = checkpoint["file"].parent if args.resume else Path("runs", name)
@@ -249,13 +407,17 @@ if __name__ == "__main__":
         lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
     except Timeout:
         refuse(f"--resume: a run is at work in {folder}")
+    best = folder / "best.pt"
+    if read(best).get("progress", progress)["global_step"] > global_step:
+        best.unlink()  # of steps that are done again
+        progress["best_eval"] = -math.inf
 
     videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
-    env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(args.num_envs)]
-    # The step that ends an episode also resets its environment; infos["final_obs"] has what it ended with.
-    envs = SyncVectorEnv(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
-    obs_dim, obs_dtype = envs.single_observation_space.shape[0], np.dtype(np.float32)
-    if envs.single_observation_space.dtype == np.uint8:
+    sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
+    seed, *env_seeds = sequence.generate_state(1 + args.num_envs).tolist()
+    envs = make_envs(args, env_seeds, videos)
+    obs_dim, obs_dtype = envs.observation_space.shape[-1], np.dtype(np.float32)
+    if envs.observation_space.dtype == np.uint8:
         obs_dtype = np.dtype(np.uint8)
     num_actions, first_action = int(envs.single_action_space.n), int(envs.single_action_space.start)
 
@@ -334,8 +496,6 @@ if __name__ == "__main__":
     if args.resume:
         buffer[:size] = checkpoint.pop("buffer")
 
-    sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
-    seed, *env_seeds = sequence.generate_state(1 + args.num_envs).tolist()
     torch.manual_seed(seed)
     obs = envs.reset(seed=env_seeds)[0].astype(obs_dtype)
     scalars = np.zeros((args.num_envs, 3), np.float32)
@@ -344,7 +504,8 @@ if __name__ == "__main__":
         import wandb
 
         run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
-        wandb.init(**run, id=folder.name[-64:], name=folder.name, resume="allow", sync_tensorboard=True)
+        run |= {"id": folder.name[-64:], "name": folder.name, "resume": "allow", "save_code": True}
+        wandb.init(**run, sync_tensorboard=True)
     writer = SummaryWriter(str(folder), purge_step=global_step + 1 if args.resume else None)  # later ones go
     table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
     writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
@@ -353,6 +514,7 @@ if __name__ == "__main__":
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
     first_update, saved_step = updates, global_step
+    episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
     eval_every, checkpoint_every = args.eval_every or math.inf, args.checkpoint_every or math.inf  # never
     startup_seconds = time.perf_counter() - START_TIME
     sps, sps_step, sps_time = None, global_step, time.perf_counter()
@@ -372,12 +534,17 @@ if __name__ == "__main__":
             next_obs, rewards, terminated, truncated, infos = envs.step(actions + first_action)
             position, global_step = global_step % capacity, global_step + args.num_envs
             final_obs = next_obs.copy()
+            episode_return += rewards
+            episode_length += 1
             for index in np.flatnonzero(terminated | truncated):
-                final_obs[index] = infos["final_obs"][index]
-                episode = infos["final_info"]["episode"]
-                returns.append(float(episode["r"][index]))
-                writer.add_scalar("charts/episodic_return", episode["r"][index], global_step)
-                writer.add_scalar("charts/episodic_length", episode["l"][index], global_step)
+                final_obs[index], info = infos[index]["final_obs"], infos[index]["final_info"]
+                returns.append(episode_return[index].item())
+                writer.add_scalar("charts/episodic_return", returns[-1], global_step)
+                writer.add_scalar("charts/episodic_length", episode_length[index], global_step)
+                episode_return[index] = episode_length[index] = 0
+                if "is_success" in info:
+                    successes.append(float(info["is_success"]))
+                    writer.add_scalar("charts/success_rate", np.mean(successes[-100:]), global_step)
 
             scalars[:, 0], scalars[:, 1], scalars[:, 2] = actions, rewards, terminated
             rows = np.concatenate([scalars.view(obs_dtype), obs, final_obs], axis=1, dtype=obs_dtype)
@@ -399,7 +566,7 @@ if __name__ == "__main__":
                 progress |= {"global_step": global_step, "updates": updates, "updates_due": updates_due}
                 if global_step // eval_every > progress["last_eval"] // eval_every:
                     pause = time.perf_counter()
-                    scores = evaluate(args, make_env(args), best_action, stopping)
+                    scores, _ = evaluate(args, make_env(args), q_network, best_action, stopping)
                     if not stopping:
                         progress["last_eval"], mean = global_step, float(np.mean(scores))
                         writer.add_scalar("charts/eval_return", mean, global_step)
@@ -414,16 +581,23 @@ if __name__ == "__main__":
                     saved_step = global_step
 
     # ---- End -----------------------------------------------------------------------------------------------
-    eval_returns = []
+    if not (updates or args.evaluate or stopping):
+        print("no gradient step was made", file=sys.stderr)
+    eval_returns, eval_infos = [], []
     if args.evaluate or (args.eval_episodes and not stopping):
         env = make_env(args, folder / "evaluation" / "videos" if args.capture_video else None)
-        eval_returns = evaluate(args, env, best_action, stopping)
+        eval_returns, eval_infos = evaluate(args, env, q_network, best_action, stopping)
     if args.track:
+        for video in sorted(folder.rglob("*.mp4")):
+            wandb.log({str(video.relative_to(folder).with_suffix("")): wandb.Video(str(video))})
         wandb.finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": False, "cudagraphs": False}
     best = progress["best_eval"] if math.isfinite(progress["best_eval"]) else None
     summary |= {"eval_returns": eval_returns, "best_eval_return": best}
+    eval_successes = [float(info["is_success"]) for info in eval_infos if "is_success" in info]
+    for name, rates in {"success_rate": successes[-100:], "eval_success_rate": eval_successes}.items():
+        summary[name] = float(np.mean(rates)) if rates else None
     summary |= {"updates": updates, "episodes": len(returns)}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None

@@ -24,6 +24,7 @@ START_TIME = time.perf_counter()  # the imports below are part of the start-up
 
 import json
 import math
+import os
 import re
 import signal
 import sys
@@ -33,7 +34,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NoReturn
 
-import envpool
 import gymnasium as gym
 import numpy as np
 import torch
@@ -56,6 +56,7 @@ class Args:
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA, as cuDNN always
+    torch_deterministic: bool = False  # only deterministic algorithms: a seed repeats its run on a GPU, too
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
@@ -91,8 +92,9 @@ class Args:
 class Games(gym.Wrapper):
     """EnvPool's games, with the returns of whole games in the infos, the first one filmed into `videos`."""
 
-    def __init__(self, games: gym.Env, num_envs: int, videos: Path | None):
+    def __init__(self, games: gym.Env, num_envs: int, videos: Path | None, learning: bool):
         super().__init__(games)
+        self.learning = learning
         self.returns, self.lengths, self.valid = np.zeros(num_envs), np.zeros(num_envs, dtype=int), True
         self.videos, self.frames, self.game = videos, [], 0
 
@@ -113,16 +115,21 @@ class Games(gym.Wrapper):
         if self.videos and over[0]:
             save_video(self.frames, str(self.videos), fps=15, episode_index=self.game)
             self.frames, self.game = [], self.game + 1
-        return obs, rewards, terminated, truncated, info
+        return obs, rewards, terminated if self.learning else over & ~truncated, truncated, info
 
 
 def make_envs(args: Args, step: int, videos: Path | None = None, learning: bool = True) -> Games:
     """Build the games, stepped by EnvPool; the step after a lost life or the end of a game is no transition.
 
     Observations are the last four frames, (num_envs, 4, 84, 84), uint8; if `learning`, rewards are signs.
-    A lost life looks like an end, also in evaluation: EnvPool serves the next ball only then. `step`, where
-    training begins, is part of the seed, so that a run that goes on plays other games.
+    If `learning`, a lost life looks like an end. EnvPool has it end there in evaluation, too: it serves the
+    next ball only then. `step`, where training begins, is part of the seed, so that a run that goes on plays
+    other games.
     """
+    try:
+        import envpool
+    except ImportError:
+        refuse("the games need the package envpool: requirements/envpool.txt")
     if envpool.registration.registry.specs.get(args.env_id, ("",))[0] != "envpool.atari":
         refuse(f"--env-id takes an Atari game of EnvPool, such as Breakout-v5, not {args.env_id}")
     # Seeds of 31 bits. From one EnvPool would count up: seeds 1 and 2 would share all games but one.
@@ -130,7 +137,7 @@ def make_envs(args: Args, step: int, videos: Path | None = None, learning: bool 
     options = {"seed": seeds.tolist(), "num_threads": args.env_threads, "env_type": "gymnasium"}
     options |= {"num_envs": args.num_envs, "episodic_life": True, "reward_clip": learning}
     games = envpool.make(args.env_id, render_mode="rgb_array" if videos else None, **options)
-    return Games(games, args.num_envs, videos)
+    return Games(games, args.num_envs, videos, learning)
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -177,23 +184,39 @@ def split(rows: Tensor, columns: dict[str, int]) -> dict[str, Tensor]:
     return dict(zip(columns, rows.split([*columns.values()], dim=-1), strict=True))
 
 
-# ---- Run: command line, checkpoints, signals, evaluation ---------------------------------------------------
+# ---- Run: command line, checkpoints, signals, evaluation, vectors of environments --------------------------
 def refuse(message: str) -> NoReturn:
     """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 
+def command_line() -> list[str]:
+    """What was typed, with `--flag=False` and `--flag False` as `--no-flag`, and integers as 1e6 in full."""
+    typed, words = [], []
+    for word in sys.argv[1:]:
+        option, equals, value = word.partition("=")
+        typed += [option, value] if equals and option.startswith("--") else [word]
+    for word in typed:
+        kind = Args.__annotations__.get(words[-1][2:].replace("-", "_") if words else "")
+        if kind is bool and word in ("False", "false"):
+            words[-1] = f"--no-{words[-1][2:]}"
+        elif not (kind is bool and word in ("True", "true")):
+            whole = "int" in str(kind) and re.fullmatch(r"[\d.]+[eE]\+?\d+", word) and float(word) % 1 == 0
+            words.append(f"{float(word):.0f}" if whole else word)
+    return words
+
+
 def parse_args() -> tuple[Args, dict]:
-    """The arguments, and the checkpoint that gives --resume its defaults, and --evaluate its env_id."""
-    args, checkpoint, saved = tyro.cli(Args), {}, {}
+    """The arguments, and the checkpoint that gives --resume its defaults, and --evaluate its environment."""
+    args, checkpoint, saved = tyro.cli(Args, args=command_line()), {}, {}
     if args.resume and args.evaluate:
         refuse("--resume and --evaluate exclude each other")
     if args.resume or args.evaluate:
         checkpoint = load_checkpoint(args)
-        names = vars(args).keys() & checkpoint["args"] if args.resume else ["env_id"]
-        saved = {name: checkpoint["args"][name] for name in sorted(names)}
-        args = tyro.cli(Args, default=Args(**saved))  # again, over these
+        kept = vars(args).keys() if args.resume else {"env_id", "env_backend", "obs_keys"}
+        saved = {name: checkpoint["args"][name] for name in sorted(kept & checkpoint["args"].keys())}
+        args = tyro.cli(Args, args=command_line(), default=Args(**saved))  # again, over these
     try:
         TypeAdapter(Args).validate_python(vars(args))
     except ValidationError as invalid:
@@ -201,23 +224,29 @@ def parse_args() -> tuple[Args, dict]:
         refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
     for name, value in saved.items():
         option, now = f"--{name.replace('_', '-')}", getattr(args, name)
-        if now != value and name in ("env_id", "seed", "num_envs", "buffer_size"):
+        if now != value and name in ("env_id", "obs_keys", "seed", "num_envs", "buffer_size"):
             refuse(f"{option} has to stay {value}, as in {checkpoint['file']}, got {now}")
         if now != value and name != "resume":
-            print(f"{option} {now} from here on, it was {value}", file=sys.stderr)
+            print(f"{option} {now}{' from here on' if args.resume else ''}, it was {value}", file=sys.stderr)
     return args, checkpoint
 
 
+def read(file: Path) -> dict:
+    """The content of a checkpoint, of which nothing is executed; empty if the file is none."""
+    try:
+        return dict(torch.load(file, map_location="cpu", weights_only=True))
+    except Exception:  # torch.load raises what it likes where a file is none of its own
+        return {}
+
+
 def load_checkpoint(args: Args) -> dict:
-    """Read the checkpoint to resume or evaluate, of a folder the newest; nothing in it is executed."""
+    """Read the checkpoint to resume or evaluate, of a folder the newest."""
     path = Path(args.resume or args.evaluate)
     in_folder = path.glob("[0-9]*.pt" if args.resume else "*.pt")  # none if it is a file itself
     file = max(in_folder, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
-    try:
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-        script = checkpoint["script"]
-    except Exception as error:  # torch.load raises what it likes where a file is none of its own
-        refuse(f"{file} is not a checkpoint or a folder with one: {type(error).__name__}")
+    script = (checkpoint := read(file)).get("script")
+    if not script:
+        refuse(f"{file} is not a checkpoint or a folder with one")
     if args.resume and (script != Path(__file__).stem or not file.stem.isdecimal()):
         refuse(f"--resume takes a numbered checkpoint of this script, not {file} of {script}.py")
     print(f"{'Going on from' if args.resume else 'Evaluating'} {file}", file=sys.stderr)
@@ -243,30 +272,46 @@ def load_states(state: dict, checkpoint: dict) -> None:
 
 
 def stop_on_signals() -> list[int]:
-    """The list to which Ctrl+C, SIGTERM and SIGHUP add their numbers; the same one again ends at once."""
+    """The list to which Ctrl+C and what Slurm sends add their numbers; the same one again ends at once."""
     received = []
 
     def note(number: int, _) -> None:
         received.append(number)
         signal.signal(number, signal.SIG_DFL)
 
-    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows
+    for name in {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"} & {*dir(signal)}:  # not all on Windows
+        number = getattr(signal, name)
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, note)
     return received
 
 
-def evaluate(args: Args, env: gym.Env, policy: Callable, stopping: list[int]) -> list[float]:
-    """Play whole episodes with a policy from an observation to an action; gives the return of each."""
-    returns = []
+def evaluate(
+    args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]
+) -> tuple[list[float], list[dict]]:
+    """Play whole episodes with a policy from an observation to an action: their returns and last infos.
+
+    The network is in evaluation mode meanwhile, as dropout and batch normalisation ask for.
+    """
+    returns, infos = [], []
+    network.eval()
     seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10)
-    for seed in tqdm(seeds.tolist(), desc="evaluation", unit="episode", leave=not args.eval_every):
-        obs, info = env.reset(seed=seed)
-        while "episode" not in info and not stopping:
-            obs, _, _, _, info = env.step(policy(obs))
-        returns += [float(np.sum(info["episode"]["r"]))] if "episode" in info else []
+    options = {"desc": "evaluation", "unit": "episode", "leave": not args.eval_every, "miniters": 0}
+    bar = tqdm(total=len(seeds), **options)
+    for seed in seeds.tolist():
+        (obs, info), over, steps, score = env.reset(seed=seed), False, 0, 0.0
+        while not over and not stopping:
+            obs, reward, terminated, truncated, info = env.step(policy(obs))
+            over, steps, score = np.any(terminated | truncated), steps + 1, score + np.sum(reward).item()
+            bar.postfix = f"step {steps}, return {score:.1f}"
+            bar.update(0)
+        bar.update(int(over))
+        returns += [score] if over else []
+        infos += [info.get(0, info)] if over else []  # of an environment of EnvPool's that is alone
+    bar.close()
     env.close()
-    return returns
+    network.train()
+    return returns, infos
 
 
 if __name__ == "__main__":
@@ -280,6 +325,9 @@ if __name__ == "__main__":
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     if args.cuda and device.type == "cpu":
         print("CUDA is not available: running on the CPU", file=sys.stderr)
+    if args.torch_deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for cuBLAS, read at its first use
+        torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
     torch.set_float32_matmul_precision(args.matmul_precision)
     torch.manual_seed(args.seed)
@@ -296,6 +344,10 @@ if __name__ == "__main__":
         lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
     except Timeout:
         refuse(f"--resume: a run is at work in {folder}")
+    best = folder / "best.pt"
+    if read(best).get("progress", progress)["global_step"] > global_step:
+        best.unlink()  # of steps that are done again
+        progress["best_eval"] = -math.inf
 
     videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
     envs = make_envs(args, global_step, videos)
@@ -428,7 +480,8 @@ if __name__ == "__main__":
         import wandb
 
         run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
-        wandb.init(**run, id=folder.name[-64:], name=folder.name, resume="allow", sync_tensorboard=True)
+        run |= {"id": folder.name[-64:], "name": folder.name, "resume": "allow", "save_code": True}
+        wandb.init(**run, sync_tensorboard=True)
     writer = SummaryWriter(str(folder), purge_step=global_step + 1 if args.resume else None)  # later ones go
     table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
     writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
@@ -479,7 +532,7 @@ if __name__ == "__main__":
             if global_step // eval_every > progress["last_eval"] // eval_every:
                 pause = time.perf_counter()
                 game = make_envs(replace(args, num_envs=1), 0, learning=False)
-                scores = evaluate(args, game, best_action, stopping)
+                scores, _ = evaluate(args, game, agent, best_action, stopping)
                 if not stopping:
                     progress["last_eval"], mean = global_step, float(np.mean(scores))
                     writer.add_scalar("charts/eval_return", mean, global_step)
@@ -497,8 +550,10 @@ if __name__ == "__main__":
     if args.evaluate or (args.eval_episodes and not stopping):
         videos = folder / "evaluation" / "videos" if args.capture_video else None
         env = make_envs(replace(args, num_envs=1), 0, videos, learning=False)
-        eval_returns = evaluate(args, env, best_action, stopping)
+        eval_returns, _ = evaluate(args, env, agent, best_action, stopping)
     if args.track:
+        for video in sorted(folder.rglob("*.mp4")):
+            wandb.log({str(video.relative_to(folder).with_suffix("")): wandb.Video(str(video))})
         wandb.finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": False, "cudagraphs": False}

@@ -102,7 +102,8 @@ def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> 
     """
     path, logged = str(LEANRL / f"{name}.py"), {}
     argv = [path, *map(str, args), "--cuda" if cuda else "--no-cuda"]
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     with (
         TemporaryDirectory() as temporary,
         chdir(directory or temporary),

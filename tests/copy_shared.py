@@ -2,12 +2,13 @@
 
     python tests/copy_shared.py            copies, and names the files that it has changed
 
-From leanrl/sac_continuous_action.py the section Run goes to all scripts, and PASSAGES of its body to all but
-those of many agents, which also have a `parse_args` of their own. Arguments, Environment and Networks go from
-each eager script to its twin, which keeps its flags and what it adds below its first `# [fast`. Adam goes
-from SAC's twin to the other twins and to the scripts of many agents; Flat goes to the twins that hold several
-networks, and from DQN's twin to those that hold one, but for Atari's. The version in CITATION.cff goes to the
-first line of each file. tests/test_twins.py checks that all of this is equal.
+From leanrl/sac_continuous_action.py the section Run goes to all scripts, of ENVIRONMENTS in it what they
+have, and PASSAGES of its body to all but those of many agents, which also have a `parse_args` of their own.
+Arguments, Environment and Networks go from each eager script to its twin, which keeps its flags and what it
+adds below its first `# [fast`. Adam goes from SAC's twin to the other twins and to the scripts of many
+agents; Flat goes to the twins that hold several networks, and from DQN's twin to those that hold one, but
+for Atari's. The version in CITATION.cff goes to the first line of each file. tests/test_twins.py checks
+that all of this is equal.
 """
 
 import re
@@ -18,13 +19,16 @@ LEANRL = ROOT / "leanrl"
 # What a passage that is the same in all scripts begins and ends with.
 PASSAGES = {
     "    device = torch.device(": "    torch.set_flush_denormal(",
-    "    name = re.sub(": '        refuse(f"--resume: a run is at work',
+    "    name = re.sub(": '        progress["best_eval"] = -math',
     "    def log_losses(": "                sys.exit(",
     "    if args.track:\n        import": "    writer.add_text(",
-    "    bar = tqdm(": "    stopping = ",
-    "    if args.track:\n        wandb": '    summary = {"script":',
-    "    best = ": "        sys.exit(128",
+    "    bar = tqdm(total=args": "    stopping = ",
+    "    if args.track:\n        for": '    summary = {"script":',
+    "    best = progress": '    summary |= {"eval_returns":',
+    '    summary |= {"updates":': "        sys.exit(128",
 }
+# What not all scripts have of the section Run, by their titles.
+ENVIRONMENTS = ("def make(", "def film(", "class Envs(", "class Pool(", "class SameStep(")
 
 
 def section(text: str, name: str) -> str:
@@ -53,8 +57,11 @@ def shared(name: str, text: str) -> str:
     version = re.search(r"^version: (\S+)", (ROOT / "CITATION.cff").read_text(), re.MULTILINE).group(1)
     text = re.sub("^# LeanRL .*", f"# LeanRL {version}", text)
     run = section(source, "Run")
+    for title in ENVIRONMENTS:
+        run = run if f"\n{title}" in text else run.replace(definition(run, title), "")
     if name.endswith("_seeds"):
         run = run.replace(definition(run, "def parse_args("), definition(text, "def parse_args("))
+        run = run.replace("class Pool(", f"{definition(text, 'class Workers(')}class Pool(")
     text = text.replace(section(text, "Run"), run)
     if name.endswith(("_torchcompile", "_seeds")):
         text = text.replace(definition(text, "class Adam("), definition(twin, "class Adam("))

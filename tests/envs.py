@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
+from gymnasium.spaces import Box, Dict, Discrete, Graph, MultiBinary, MultiDiscrete, Tuple
 
 # The episodes of Scripted-v0, repeated for ever: every kind of end, also in a first step, in consecutive
 # steps, and both ends at once.
@@ -79,6 +79,38 @@ class Scripted(gym.Env):
         self.actions.append(np.copy(action))
         row, self.row = self.row, next(self.rows)
         return self.row.obs, row.reward, row.terminated, row.truncated, {}
+
+
+class ScriptedPool(gym.Env):
+    """In place of `envpool.make`: steps environments of Gymnasium as EnvPool does, whatever their seeds."""
+
+    config: ClassVar = {"max_num_players": 1}
+
+    def __init__(self, task_id, env_type, *, num_envs, num_threads, seed, render_mode):
+        assert (env_type, len(seed)) == ("gymnasium", num_envs) and 1 <= num_threads <= num_envs
+        self.envs, self.seed = [gym.make(task_id) for _ in seed], seed
+        self.observation_space, self.action_space = self.envs[0].observation_space, self.envs[0].action_space
+        self.over = np.ones(num_envs, bool)
+
+    def _observe(self, seen: list):
+        if isinstance(self.observation_space, Dict):  # EnvPool gives them in another order
+            return {key: np.stack([obs[key] for obs in seen]) for key in [*self.observation_space][::-1]}
+        return np.stack(seen)
+
+    def reset(self, env_id=None):
+        chosen = range(len(self.envs)) if env_id is None else env_id
+        self.over[chosen] = False
+        return self._observe([self.envs[index].reset()[0] for index in chosen]), {}
+
+    def step(self, actions):
+        steps = []
+        for env, over, action in zip(self.envs, self.over, actions, strict=True):
+            steps.append((env.reset()[0], 0.0, False, False, {}) if over else env.step(action))
+        seen, rewards, terminated, truncated, infos = zip(*steps, strict=True)
+        terminated, truncated = np.array(terminated), np.array(truncated)
+        self.over = terminated | truncated
+        info = {"is_success": np.array([info.get("is_success", False) for info in infos])}
+        return self._observe(seen), np.array(rewards), terminated & ~truncated, truncated, info
 
 
 class Bytes(Scripted):
@@ -215,6 +247,30 @@ class Codes(gym.Env):
         return np.array([self.shown], np.float32), float(fits), True, False, {}
 
 
+class Masked(gym.Env):
+    """Rewards the higher of two allowed actions of three, which infos name, and refuses the third."""
+
+    observation_space = Box(-1, 1, (1,), np.float32)
+
+    def __init__(self):
+        self.action_space = Discrete(3)
+
+    def _mask(self) -> dict:
+        self.refused = int(self.np_random.integers(3))
+        return {"action_mask": np.array([action != self.refused for action in range(3)], np.int8)}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = 10
+        return np.zeros(1, np.float32), self._mask()
+
+    def step(self, action):
+        assert action != self.refused
+        higher = float(action > 3 - self.refused - action)
+        self.left -= 1
+        return np.zeros(1, np.float32), higher, self.left == 0, False, self._mask()
+
+
 class Careless(gym.Env):
     """Changes its actions in place and returns its own state: (episode, step), in episodes of three steps."""
 
@@ -257,8 +313,47 @@ class Faulty(Careless):
         return self._or("observation", obs), self._or("reward", earned, np.inf), *ends
 
 
-class DictObs(Careless):
-    observation_space = Dict(position=Box(-1, 1, (1,), np.float32))
+class GraphObs(Careless):
+    observation_space = Graph(Box(-1, 1, (1,), np.float32), None)
+
+
+class Integers(Careless):
+    def __init__(self):
+        super().__init__()
+        self.action_space = Box(0, 10, (1,), np.int64)
+
+
+class Parts(Scripted):
+    """Scripted-v0 with observations of named parts, of which the last are not vectors, and much in its infos.
+
+    An info has a text of its own, a value that changes its type, what the wrappers of Gymnasium call an
+    episode, and is_success: whether an episode has more than one step.
+    """
+
+    at = Tuple((Discrete(3), MultiBinary(2)))
+    observation_space = Dict(seen=Box(-np.inf, np.inf, (2, 2), np.float64), at=at, of=Discrete(2))
+
+    def _parts(self, obs: np.ndarray) -> dict:
+        step = int(obs[1, 0])
+        return {"seen": obs, "at": (step % 3, np.array([step % 2, 1], np.int8)), "of": step % 2}
+
+    def reset(self, *, seed=None, options=None):
+        obs, _ = super().reset(seed=seed)
+        return self._parts(obs), {"changes": "at first a text", "episode": 1}
+
+    def step(self, action):
+        obs, *rest, _ = super().step(action)
+        info = {"changes": np.ones(int(obs[1, 0])) if obs[1, 0] % 2 else [None], "episode": {"r": "none"}}
+        return self._parts(obs), *rest, info | {"is_success": obs[1, 0] > 1}
+
+
+class Boxes(Parts):
+    """With parts that are boxes, as EnvPool has them."""
+
+    observation_space = Dict(a=Parts.observation_space["seen"], b=Box(-np.inf, np.inf, (2,), np.float64))
+
+    def _parts(self, obs: np.ndarray) -> dict:
+        return {"b": obs[1], "a": obs}
 
 
 class Talkative(Careless):
@@ -283,10 +378,24 @@ def register(kind: type[gym.Env], name: str = "", **options) -> None:
         gym.register(f"{name or kind.__name__}{suffix}-v0", entry_point=either, kwargs=options)
 
 
-for kind in (Scripted, Balance, Careless, Faulty, Bytes, Interrupted, DictObs, Talkative):
+for kind in (
+    Scripted,
+    Balance,
+    Careless,
+    Faulty,
+    Bytes,
+    Interrupted,
+    GraphObs,
+    Integers,
+    Parts,
+    Boxes,
+    Talkative,
+):
     register(kind)
 gym.register("Codes-v0", entry_point=Codes)
+gym.register("Masked-v0", entry_point=Masked)
 register(Careless, "Unbounded", low=-np.inf, high=np.inf)
+register(Careless, "Flat", low=1, high=1)
 # The value is the observation.
 SEEN = {"observe": lambda _, rng: rng.uniform(-1, 1), "reward": lambda _, seen: seen}
 register(Probe, "ObservationReward", length=1, terminated=True, **SEEN)

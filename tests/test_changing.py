@@ -91,3 +91,18 @@ def test_a_window_ends_with_its_episode_at_the_newest_row_and_where_a_run_was_re
                     result["update"](False)
                 expected = reward + value * discount * (not terminated)
                 assert np.isclose(result["losses"]["qf1_loss"].item(), expected**2, rtol=1e-4, atol=1e-6)
+
+
+def test_masked_actions_are_never_taken():
+    """By an environment that does not take them, in training and evaluation; entropy stays a number."""
+    args = ("--env-id", "envs:Masked-v0", "--num-steps", 64, "--total-timesteps", 512, "--eval-episodes", 2)
+    results = []
+    for name, *flags in (("ppo",), ("ppo_torchcompile",), ("ppo_torchcompile", "--compile")):
+        torch._dynamo.reset()
+        with example("Invalid actions", name):
+            results.append(run(name, *args, *flags))
+        entropy = results[-1]["losses"]["entropy"].item()
+        assert 0.3 < entropy < np.log(2) + 1e-3  # of two actions
+        assert max(results[-1]["summary"]["eval_returns"]) <= 10
+    for result in results[1:]:
+        assert_same_numbers(results[0], result, atol=3e-4)

@@ -27,6 +27,7 @@ TD3, PPO = "td3_continuous_action", "ppo_continuous_action"
 PAIRS = [*zip(SCRIPTS, TWINS, strict=True), *zip(TWINS, SCRIPTS, strict=True)]
 # Signals, and the updates of 49 steps that count towards gradient steps, or of PPO's two rollouts.
 ENDS = {f"{TD3}_torchcompile": (signal.SIGINT, 35), "dqn": (signal.SIGTERM, 7), PPO: (signal.SIGHUP, 20)}
+ENDS |= {TD3: (signal.SIGUSR1, 35), "ppo": (signal.SIGUSR2, 20)}
 # What a replay buffer holds: after 300 steps it is full in an eager script, and not yet in a twin.
 CAPACITY = dict.fromkeys(OFF_POLICY, 256) | dict.fromkeys(TWINS, 400)
 LATER = count(9_000_000_000)  # TensorBoard reads the files of a folder by the second in their names

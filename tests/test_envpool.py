@@ -20,8 +20,9 @@ def test_physics_is_that_of_gymnasium(task, version):
     solver stops elsewhere: EnvPool has another version of MuJoCo. Its Humanoid-v4 shows no contact forces.
     """
     script = load("ppo_continuous_action")
-    args = script["Args"](env_id=f"{task}-{version}", env_backend="envpool")
-    pool, env = script["make_envs"](args, [7], None), script["make_env"](args)
+    args, env_id = script["Args"], f"{task}-{version}"
+    pool = script["make_envs"](args(env_id=env_id, env_backend="envpool"), [7], None)
+    env = script["make_env"](args(env_id=env_id))
     env.reset(seed=1)
     model, actions = env.unwrapped.model, np.random.default_rng(3)
     tolerance = {"rtol": 1e-3, "atol": 1e-3} if task == "Humanoid" else {"rtol": 1e-5, "atol": 1e-5}

@@ -77,6 +77,27 @@ def test_an_evaluation_that_was_killed_is_made_again(name, tmp_path, monkeypatch
         train(name, "--resume", newest.parent / "best.pt", directory=tmp_path)
 
 
+@pytest.mark.parametrize("name", [TD3, "ppo", "ppo_atari_envpool", *SEEDS])
+def test_the_best_agent_of_steps_that_are_done_again_goes(name, tmp_path):
+    """An earlier one stays, and so does a file of that name that is no checkpoint."""
+    train(name, *EVERY, "--save-model", directory=tmp_path)
+    folders = [path.parent for path in sorted(tmp_path.glob("runs/*/best.pt"))]
+    assert len(folders) == (2 if name in SEEDS else 1)
+    for later in (False, True, None):
+        for folder in folders:
+            best = torch.load(folder / "best.pt")
+            if later:
+                best["progress"]["global_step"] = 10_000
+                torch.save(best, folder / "best.pt")
+            elif later is None:
+                (folder / "best.pt").write_text("mine")
+        again = train(name, "--resume", *folders, directory=tmp_path)["summary"]["best_eval_return"]
+        assert all((folder / "best.pt").exists() is not bool(later) for folder in folders)
+        assert all((value is None) is bool(later) for value in (again if name in SEEDS else [again]))
+        for folder in folders if later else ():
+            torch.save(best, folder / "best.pt")
+
+
 @pytest.mark.parametrize("name", [*SHORT, *SEEDS])
 def test_sps_leaves_out_evaluations_and_what_is_before_learning(name, monkeypatch):
     """By a clock that ticks with each step of an environment: once, or before learning ten times."""

@@ -234,7 +234,7 @@ def test_what_cannot_work_is_refused_by_its_name(args, refusal):
     assert args.split()[0] in refusal(SEEDS[0], play, *args.split())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
 def test_a_signal_leaves_a_checkpoint_and_no_process(number, tmp_path):
     """To the run, and to its environments in processes of their own, to which kill -9 does not come."""
     options = ("--learning-starts", "50", "--batch-size", "8", "--num-seeds", "2", "--env-workers")
