@@ -199,7 +199,7 @@ def command_line() -> list[str]:
         if kind is bool and word in ("False", "false"):
             words[-1] = f"--no-{words[-1][2:]}"
         elif not (kind is bool and word in ("True", "true")):
-            whole = "int" in str(kind) and re.fullmatch(r"[\d.]+[eE]\+?\d+", word) and float(word) % 1 == 0
+            whole = "int" in str(kind) and re.fullmatch(r"\d+\.?\d*[eE]\+?\d+", word) and float(word) % 1 == 0
             words.append(f"{float(word):.0f}" if whole else word)
     return words
 

@@ -103,6 +103,6 @@ def test_masked_actions_are_never_taken():
             results.append(run(name, *args, *flags))
         entropy = results[-1]["losses"]["entropy"].item()
         assert 0.3 < entropy < np.log(2) + 1e-3  # of two actions
-        assert max(results[-1]["summary"]["eval_returns"]) <= 10
+        assert len(results[-1]["summary"]["eval_returns"]) == 2
     for result in results[1:]:
         assert_same_numbers(results[0], result, atol=3e-4)
