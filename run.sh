@@ -10,7 +10,7 @@
 #                                 writes a trace to --trace FILE, or to a new file in profiles/
 #   ./run.sh test [ARGS]          run the tests; ARGS go to pytest
 #   ./run.sh peers [ARGS]         the benchmark with CleanRL, Stable-Baselines3 and SBX, which it installs
-#                                 into .venv-peers; ARGS as for sweep
+#                                 into .venv-peers; ARGS as for sweep, --leanrl CLONE adds the original LeanRL
 #   ./run.sh report [FOLDER]      the table and plots of a sweep; without FOLDER those of README.md and docs/
 #   ./run.sh python [ARGS]        Python itself, for any other program, such as -m benchmark.studies.scaling
 #
@@ -119,6 +119,7 @@ case $command in
     main -m pytest -n 2 --dist loadgroup "$@"
     ;;
   peers)
+    [[ " $* " != *" --leanrl"* ]] || install .venv-leanrl requirements/leanrl.txt
     install .venv-peers requirements/peers.txt
     .venv-peers/bin/python -c 'import cleanrl' 2>/dev/null ||
       .venv-peers/bin/python -m pip install --quiet --no-deps --ignore-requires-python cleanrl==1.2.0 >&2

@@ -1,6 +1,7 @@
 """The algorithms of the collection: the one table that the benchmark and the tests read.
 
-    python -m benchmark.collection        a line each: script, actions, environment, on- or off-policy, title
+    python -m benchmark.collection        a line each: script, actions, environment, on- or off-policy, agent
+                                          steps of a run in the profile quick, title
 
 To add an algorithm, add its two files to leanrl/ and its entry below. Tables and plots keep this order.
 """
@@ -14,9 +15,25 @@ ENV_IDS = {
     "discrete": ("CartPole-v1", "Acrobot-v1", "MountainCar-v0"),
     "atari": ("Breakout-v5", "Pong-v5"),
 }
+ENVPOOL = ("env-backend", "envpool")
 OF_TWO_CRITICS = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss", "actor_loss")
 OF_PPO = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 OF_PPO += ("explained_variance",)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A short run of the profile check, in which the last 100 training episodes return so much on average.
+
+    The bounds are the returns of seeds 11 and 12 with a margin; docs/learning.md has those of other seeds.
+    """
+
+    env_id: str
+    steps: int
+    least: float
+    most: float
+    options: tuple[tuple[str, str], ...] = ()
+    """further arguments of the script"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +60,12 @@ class Algorithm:
     """environments of the profile learning besides those of its kind"""
     seeds: tuple[int, ...] = (1, 2, 3)
     """seeds of the profile learning"""
+    checks: tuple[Check, ...] = ()
+    """runs of the profile check"""
     cleanrl: str | None = None
     """CleanRL's script; None where it has none"""
+    leanrl: str | None = None
+    """the original LeanRL's script; None where it has none, or none that runs with today's libraries"""
     sb3: str | None = None
     """Stable-Baselines3's class"""
     sbx: str | None = None
@@ -74,8 +95,13 @@ COLLECTION = {
         losses=(*OF_TWO_CRITICS, "alpha", "alpha_loss"),
         learning_starts=5_000,
         cleanrl="sac_continuous_action",
+        leanrl="sac_continuous_action",
         sb3="SAC",
         sbx="SAC",
+        checks=(
+            Check("InvertedPendulum-v4", 30_000, 180, 400),
+            Check("CartpoleSwingup-v1", 20_000, 120, 400, (ENVPOOL,)),
+        ),
     ),
     "td3_continuous_action": Algorithm(
         title="TD3",
@@ -85,8 +111,13 @@ COLLECTION = {
         losses=OF_TWO_CRITICS,
         learning_starts=25_000,
         cleanrl="td3_continuous_action",
+        leanrl="td3_continuous_action",
         sb3="TD3",
         sbx="TD3",
+        checks=(
+            Check("InvertedPendulum-v4", 30_000, 50, 400),
+            Check("CartpoleSwingup-v1", 20_000, 80, 400, (ENVPOOL,)),
+        ),
     ),
     "ppo_continuous_action": Algorithm(
         title="PPO for continuous actions",
@@ -97,8 +128,13 @@ COLLECTION = {
         more_env_ids=("Ant-v4", "InvertedPendulum-v4", "Reacher-v4", "Humanoid-v4"),
         seeds=tuple(range(1, 11)),
         cleanrl="ppo_continuous_action",
+        leanrl="ppo_continuous_action",
         sb3="PPO",
         sbx="PPO",
+        checks=(
+            Check("InvertedPendulum-v4", 200_000, 950, 1000),
+            Check("CartpoleSwingup-v1", 500_000, 600, 880, (ENVPOOL, ("num-envs", "4"))),
+        ),
     ),
     "ppo": Algorithm(
         title="PPO for discrete actions",
@@ -112,6 +148,7 @@ COLLECTION = {
         cleanrl="ppo",
         sb3="PPO",
         sbx="PPO",
+        checks=(Check("CartPole-v1", 200_000, 280, 500), Check("Acrobot-v1", 200_000, -130, -80)),
     ),
     "ppo_atari_envpool": Algorithm(
         title="PPO for Atari",
@@ -124,6 +161,7 @@ COLLECTION = {
         seeds=(1, 2),
         cleanrl="ppo_atari_envpool",
         sb3="PPO",  # SBX has no policy for images
+        checks=(Check("Breakout-v5", 200_000, 3.5, 9),),
     ),
     "dqn": Algorithm(
         title="DQN",
@@ -135,12 +173,14 @@ COLLECTION = {
         learning_starts=10_000,
         seeds=tuple(range(1, 6)),
         cleanrl="dqn",
+        leanrl="dqn",
         sb3="DQN",
         sbx="DQN",
+        checks=(Check("CartPole-v1", 150_000, 250, 500), Check("Acrobot-v1", 100_000, -140, -80)),
     ),
 }
 
 if __name__ == "__main__":
     for name, algorithm in COLLECTION.items():
         policy = "on-policy" if algorithm.on_policy else "off-policy"
-        print(name, algorithm.actions, algorithm.env_id, policy, algorithm.title)
+        print(name, algorithm.actions, algorithm.env_id, policy, algorithm.quick, algorithm.title)

@@ -6,7 +6,8 @@
 #   3. a short run of every twin with both flags, all at once, which also fills the caches of compiled code of
 #      part 4, and then with --cudagraphs alone
 #   4. the sweep, each run tried once: both flags, eager, --cudagraphs, --compile, both with TF32
-#   5. profiles of the first script for continuous actions and of the first for Atari
+#   5. of the first script for continuous actions and the first for Atari: a profile with both flags, and the
+#      speed of a copy compiled with mode="reduce-overhead" in place of capture around compiled code
 #   6. tests/test_gpu.py, until the time is over
 #
 #   bash benchmark/gpu_check.sh [SCRIPT ...]      by default all eager scripts, whose twins are checked
@@ -41,7 +42,7 @@ elif [ -z "${python:-}" ]; then
   exit 0
 fi
 mkdir -p "$folder" && folder=$(realpath "$folder") || exit 2
-# A line a script: its name, kind of actions, environment, and whether it is on-policy or off-policy.
+# A line a script: its name, kind of actions, environment, whether it is on-policy or off-policy, steps.
 collection=$("$python" -m benchmark.collection) || exit 2
 # shellcheck disable=SC2046 # names are words
 [ $# -gt 0 ] || set -- $(cut -d ' ' -f 1 <<<"$collection")
@@ -70,7 +71,7 @@ part() {
 }
 
 # known NAME FIELD: what the collection says of a script: 2 is its kind of actions, 3 its environment in the
-# sweep, 4 whether it is on-policy.
+# sweep, 4 whether it is on-policy, 5 its steps there.
 known() {
   grep "^$1 " <<<"$collection" | cut -d ' ' -f "$2"
 }
@@ -167,6 +168,16 @@ for kind in continuous atari; do # of each the first script
   part 40 30 "profile of $name" env TORCHINDUCTOR_CACHE_DIR="$code" TRITON_CACHE_DIR="$code" \
     "$python" -m benchmark.profile_run "${name}_torchcompile" --trace "$folder/$name-trace.json.gz" \
     --env-id "$(known "$name" 3)" --compile --cudagraphs
+  code=$(cache "$name" reduce-overhead)
+  starts=""
+  [ "$(known "$name" 4)" = on-policy ] || starts="--learning-starts 1000"
+  sed 's/options={\*\*unguarded}/mode="reduce-overhead"/' "leanrl/${name}_torchcompile.py" \
+    >"$folder/${name}_reduce_overhead.py"
+  # shellcheck disable=SC2086 # they are words
+  part 60 30 "speed of $name with mode=\"reduce-overhead\"" \
+    env TORCHINDUCTOR_CACHE_DIR="$code" TRITON_CACHE_DIR="$code" \
+    "$python" "$folder/${name}_reduce_overhead.py" --env-id "$(known "$name" 3)" $starts \
+    --total-timesteps "$(known "$name" 5)" --compile
 done
 part 580 0 "tests on the GPU" "$python" -m pytest -v -rs -m gpu tests/test_gpu.py
 echo "results: $folder/results.jsonl, which as benchmark/results/gpu.jsonl is a table of ./run.sh report"

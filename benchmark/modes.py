@@ -9,8 +9,10 @@ class Mode:
 
     name: str
     suffix: str | None = None
-    """behind the name of the eager script; None of a library"""
+    """behind the name of the eager script, of a library its own; None where it has one script for all"""
     flags: tuple[str, ...] = ()
+    library: str | None = None
+    """the library whose script it is, by its field of the collection; None of ours"""
 
     @property
     def label(self) -> str:
@@ -20,9 +22,12 @@ class Mode:
 
 COMPILE, BOTH = ("--compile",), ("--compile", "--cudagraphs")
 MODES = {
-    "cleanrl": Mode("CleanRL"),
-    "sb3": Mode("Stable-Baselines3"),
-    "sbx": Mode("SBX (JAX)"),
+    "cleanrl": Mode("CleanRL", library="cleanrl"),
+    "leanrl": Mode("original LeanRL eager", "", library="leanrl"),
+    "leanrl_compile": Mode("original LeanRL", "_torchcompile", COMPILE, library="leanrl"),
+    "leanrl_both": Mode("original LeanRL", "_torchcompile", BOTH, library="leanrl"),
+    "sb3": Mode("Stable-Baselines3", library="sb3"),
+    "sbx": Mode("SBX (JAX)", library="sbx"),
     "eager": Mode("LeanRL eager", ""),
     "twin": Mode("LeanRL twin, no flag", "_torchcompile"),
     "compile": Mode("LeanRL", "_torchcompile", COMPILE),
@@ -33,6 +38,8 @@ MODES = {
     "seeds": Mode("LeanRL seeds, {agents} agents", "_seeds", COMPILE),
     "seeds_both": Mode("LeanRL seeds, {agents} agents", "_seeds", BOTH),
 }
-PEERS = tuple(name for name, mode in MODES.items() if mode.suffix is None)
+LIBRARIES = tuple(name for name, mode in MODES.items() if mode.library)
+ORIGINAL = tuple(name for name in LIBRARIES if MODES[name].library == "leanrl")
+PEERS = tuple(name for name in LIBRARIES if name not in ORIGINAL)  # which have one environment
 SEEDS = tuple(name for name, mode in MODES.items() if mode.suffix == "_seeds")
 CUDA_MODES = tuple(name for name, mode in MODES.items() if "--cudagraphs" in mode.flags)

@@ -408,11 +408,13 @@ def make(args: Args, videos: Path | None) -> gym.Env:
     """What `gym.make` gives; errors of an environment of the user's own keep their traceback."""
     try:
         return gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
-    except (gym.error.Error, ImportError, TypeError) as error:
-        unfilmed = videos and "render_mode" in str(error)
-        if ":" in args.env_id and not (isinstance(error, gym.error.Error) or unfilmed):
+    except Exception as error:
+        gl = "" if "mujoco" in sys.modules else os.environ.get("MUJOCO_GL", "")  # its import asks for this
+        known = isinstance(error, gym.error.Error) or bool(videos and "render_mode" in str(error))
+        known |= ":" not in args.env_id and (bool(gl) or isinstance(error, ImportError | TypeError))
+        if not known:
             raise
-        refuse(f"--env-id {args.env_id}: {error}")
+        refuse(f"--env-id {args.env_id}: {error}{f'; install or unset MUJOCO_GL={gl}' if gl else ''}")
 
 
 def film(args: Args, env: gym.Env, videos: Path | None) -> gym.Env:

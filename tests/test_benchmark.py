@@ -384,6 +384,33 @@ PROFILED = [("sac_continuous_action", ()), ("ppo_continuous_action", ())]
 PROFILED += [("ppo_atari_envpool_torchcompile", ("--compile",))]
 
 
+# As a script of the original LeanRL logs, with the libraries of its time.
+OF_LEANRL = """
+import importlib.util, sys, time
+import wandb
+assert importlib.util.find_spec("wandb")
+device = "cpu"
+wandb.init(project="a", name="b", config={}, save_code=True)
+for step in (100, 200, 300):
+    time.sleep(0.2)
+    wandb.log({"episode_return": 1.0, "speed": -1.0}, step=step)
+wandb.log({"episode_return": 1.0}, step=10**9)
+"""
+
+
+def test_a_script_of_the_original_leanrl_is_timed_by_what_it_logs(tmp_path):
+    (tmp_path / "leanrl").mkdir()
+    (tmp_path / "leanrl" / "dqn_torchcompile.py").write_text(OF_LEANRL)
+    program = ROOT / "benchmark" / "peers" / "leanrl.py"
+    command = [sys.executable, program, tmp_path, "dqn_torchcompile", "--compile"]
+    command += ["--env-id=CartPole-v1", "--seed=2", "--total-timesteps=300"]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    summary = json.loads(process.stdout)
+    assert summary["script"] == "leanrl" and summary["seed"] == 2 and summary["device"] == "cpu"
+    assert 100 < summary["sps"] <= 500
+
+
 def profile(folder: Path, *args) -> int | str | None:
     """The status that a profile in this folder leaves with, run in this process."""
     with (

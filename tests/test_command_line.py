@@ -4,6 +4,9 @@ import importlib.util
 import json
 import math
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 from unittest.mock import patch
@@ -13,7 +16,22 @@ import mujoco
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, OFF_POLICY, SCRIPTS, SHORT, TWINS, checkpoints, cli, load, play, run, takes, world
+from conftest import (
+    ATARI,
+    LEANRL,
+    OFF_POLICY,
+    SCRIPTS,
+    SHORT,
+    TWINS,
+    checkpoints,
+    cli,
+    environment,
+    load,
+    play,
+    run,
+    takes,
+    world,
+)
 from gymnasium.utils.save_video import capped_cubic_video_schedule
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -75,6 +93,20 @@ def test_flags_and_integers_may_be_written_as_elsewhere(name, monkeypatch):
     assert [args.cuda, args.track, args.capture_video, args.save_model] == [False, False, True, True]
     assert [args.total_timesteps, args.seed, args.gamma] == [2000, 15, 0.1]
     assert [args.exp_name, args.wandb_entity, args.wandb_project_name] == ["lr=1e3", "", "1e5"]
+
+
+def test_mujoco_without_its_renderer_is_told_in_one_line():
+    """MuJoCo asks for the library of MUJOCO_GL as soon as it is imported, film or none."""
+    process = cli(TD3, "--no-cuda", env={"MUJOCO_GL": "none-such"})
+    assert process.returncode == 2
+    [line] = process.stderr.splitlines()
+    assert line.endswith("environment variable MUJOCO_GL: none-such; install or unset MUJOCO_GL=none-such")
+
+
+def test_what_is_no_integer_is_refused():
+    for wrong in ("1.2.3e4", "1.5e0"):
+        process = cli("dqn", "--seed", wrong)
+        assert process.returncode == 2 and "Error parsing --seed: invalid literal for int()" in process.stderr
 
 
 @pytest.mark.parametrize("name", OFF_POLICY)
@@ -226,9 +258,25 @@ def test_a_run_has_a_folder_of_its_own_in_runs(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_tracking_works_offline(tmp_path):
-    options = {"cwd": tmp_path, "env": {"WANDB_MODE": "offline"}}
-    for args in (("--save-model",), ("--total-timesteps", "400", "--resume")):
-        process = cli("dqn", *SHORT["dqn"], "--no-cuda", "--track", *args, *checkpoints(tmp_path), **options)
+    # W&B keeps the code of a script that lies below the current folder.
+    script = shutil.copy(LEANRL / "dqn.py", tmp_path)
+    options = {
+        "cwd": tmp_path,
+        "env": environment(WANDB_MODE="offline"),
+        "capture_output": True,
+        "text": True,
+    }
+    for args in (("--save-model", "--capture-video"), ("--total-timesteps", "400", "--resume")):
+        command = [
+            sys.executable,
+            script,
+            *SHORT["dqn"],
+            "--no-cuda",
+            "--track",
+            *args,
+            *checkpoints(tmp_path),
+        ]
+        process = subprocess.run(list(map(str, command)), **options)
         assert process.returncode == 0, process.stderr
         json.loads(process.stdout.splitlines()[-1])
     # Records are framed, not compressed: names can be read.
@@ -236,6 +284,8 @@ def test_tracking_works_offline(tmp_path):
     assert first.name == second.name  # one run
     for metric in (b"losses/td_loss", b"charts/episodic_return", b"charts/SPS"):
         assert metric in first.read_bytes() and metric in second.read_bytes()
+    assert (first.parent / "files" / "code" / "dqn.py").read_text() == Path(script).read_text()
+    assert [*first.parent.glob("files/media/videos/**/*.mp4")]
 
 
 # ---- Videos ------------------------------------------------------------------------------------------------

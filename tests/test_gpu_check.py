@@ -29,6 +29,7 @@ def check(folder: Path, *scripts: str, **variables: str) -> tuple[int, str, list
     (folder / "benchmark").mkdir()
     for name in ("__init__.py", "collection.py", "gpu_check.sh"):
         program = shutil.copy(ROOT / "benchmark" / name, folder / "benchmark")
+    (folder / "leanrl").symlink_to(ROOT / "leanrl")
     programs = {"interpreter": INTERPRETER, "python": INTERPRETER, "python3": "#!/bin/sh\nexit 1\n"}
     for name, content in (programs | {"nvidia-smi": "#!/bin/sh\n$SMI\n"}).items():
         (folder / name).write_text(content)
@@ -70,6 +71,9 @@ def expected(*scripts: str) -> list[str]:
             env_id = COLLECTION[name].env_id
             options = f"--trace FOLDER/{name}-trace.json.gz --env-id {env_id} {BOTH}"
             asked.append(f"{name}-both-{env_id} -m benchmark.profile_run {name}_torchcompile {options}")
+            starts = "" if COLLECTION[name].on_policy else " --learning-starts 1000"
+            options = f"--env-id {env_id}{starts} --total-timesteps {COLLECTION[name].quick} --compile"
+            asked.append(f"{name}-reduce-overhead-{env_id} FOLDER/{name}_reduce_overhead.py {options}")
     return [*asked, " -m pytest -v -rs -m gpu tests/test_gpu.py"]
 
 
@@ -82,6 +86,8 @@ def test_all_parts_are_done_in_order_with_the_compile_caches_of_the_sweep(tmp_pa
     for mode in ("both", "compile", "tf32", "cudagraphs"):
         cache = tmp_path / "out" / "cache" / f"sac_continuous_action-{mode}-HalfCheetah-v4"
         assert {path.name for path in cache.iterdir()} == {"used", "code"}
+    for copy in (tmp_path / "out").glob("*_reduce_overhead.py"):
+        assert copy.read_text().count('torch.compile(f, fullgraph=True, mode="reduce-overhead")') == 1
 
 
 @pytest.mark.parametrize(("parts", "count"), [("<->", 1), ("-m ", 9), ("leanrl/", 3)])

@@ -270,6 +270,47 @@ def test_learning_takes_one_mode_and_the_seeds_of_each_script_in_rounds():
         assert sorted(chosen) == sorted(itertools.product(algorithm.env_ids, algorithm.seeds))
 
 
+def test_checks_are_run_as_the_collection_has_them_and_have_to_stay_within_bounds(house):
+    name, check = "td3_continuous_action", COLLECTION["td3_continuous_action"].checks[0]
+    runs = selection.select(selection.Args(profile="check", scripts=(name,)), gpus=[])
+    of_first = [run for run in runs if run.env_id == check.env_id]
+    assert [(run.mode, run.seed, run.steps) for run in of_first] == [
+        ("compile", n, check.steps) for n in (1, 2, 3)
+    ]
+    assert {(run.env_id, run.options) for run in runs} == {
+        (check.env_id, check.options) for check in COLLECTION[name].checks
+    }
+    checks = ("--profile", "check", "--workers", 1)
+    for seed in (0, 1):
+        house.tell(seed, f"said['episodic_return'] = {check.least + seed}!")
+    output, _ = house.sweep(*checks, seeds=2)
+    row = f"{check.env_id}: LeanRL eager | {check.steps:,} | {check.least:.1f}, {check.least + 1:.1f} | "
+    assert f"{row}{check.least:g} to {check.most:g} | passed |" in output
+    house.tell(2, f"said['episodic_return'] = {check.most + 1}!")
+    output, _ = house.sweep(*checks, seeds=3, status=1)
+    assert output.count("**missed**") == len(COLLECTION[name].checks)
+
+
+def test_runs_of_the_original_leanrl_have_its_script_flags_and_interpreter(tmp_path):
+    (tmp_path / "leanrl").mkdir()
+    (tmp_path / "leanrl" / "sac_continuous_action.py").touch()
+    python = Path(sys.executable)
+    args = selection.Args(
+        scripts=("td3_continuous_action", "ppo_atari_envpool"), peers=python, leanrl=tmp_path
+    )
+    selection.check_args(args)
+    runs = [run for run in selection.select(args, gpus=[]) if run.mode.startswith("leanrl")]
+    assert {run.algorithm for run in runs} == {"td3_continuous_action"}  # its Atari script needs gym
+    commands = {run.mode: run.command(python, tmp_path) for run in runs}
+    assert commands.keys() == {"leanrl", "leanrl_compile"}  # without a GPU
+    interpreter, program, clone, script, *flags = commands["leanrl_compile"]
+    assert interpreter.endswith(".venv-leanrl/bin/python") and clone == str(tmp_path)
+    assert (Path(program).name, script) == ("leanrl.py", "td3_continuous_action_torchcompile")
+    assert "--compile" in flags and not {"--compile", "--cudagraphs"} & {*commands["leanrl"]}
+    without = selection.select(selection.Args(peers=python), gpus=[])
+    assert {"cleanrl", "sb3", "sbx", "eager", "compile"} == {run.mode for run in without}
+
+
 def test_each_seed_of_the_selection_is_a_run_of_several_agents():
     runs = selection.select(selection.Args(modes=("both", "seeds_both"), seeds=(3, 5)), gpus=["0"])
     of_several = [run for run in runs if run.mode == "seeds_both"]
@@ -300,8 +341,26 @@ MATMUL = "--options does not take matmul-precision, which the mode tf32 sets"
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--modes", "fast"], "--modes takes cleanrl, sb3, sbx, eager, twin, compile, cudagraphs, both, "),
-        (["--modes", "sbx"], "--modes cleanrl, sb3, sbx need --peers"),
+        (
+            ["--modes", "fast"],
+            "--modes takes cleanrl, leanrl, leanrl_compile, leanrl_both, sb3, sbx, eager, ",
+        ),
+        (
+            ["--modes", "sbx"],
+            "--leanrl and --modes cleanrl, leanrl, leanrl_compile, leanrl_both, sb3, sbx need",
+        ),
+        (
+            ["--modes", "leanrl", "--peers", sys.executable],
+            "--modes leanrl, leanrl_compile, leanrl_both need --l",
+        ),
+        (
+            ["--leanrl", "/", "--peers", sys.executable],
+            "--leanrl takes a clone of the original LeanRL, got /",
+        ),
+        (
+            ["--profile", "check", "--env-ids", "A"],
+            "--env-ids does not go with --profile check, whose runs are",
+        ),
         (["--peers", "/"], "--peers takes a Python interpreter, got /"),
         (["--modes", "cudagraphs"], "nothing is selected"),
         (["--cluster", "pbs"], "--cluster takes local, slurm; got pbs"),

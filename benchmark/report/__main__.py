@@ -31,6 +31,7 @@ TABLES = {
     "speed": tables.speed_table,
     "algorithms": lambda lines: tables.algorithms_table([*lines, *environments.published_runs(64)]),
     "learning": tables.learning_table,
+    "check": tables.check_table,
     "returns": learning.returns_table,
     "headline": partial(learning.returns_table, short=True),
     "ablation": learning.ablation_table,
@@ -102,10 +103,16 @@ def unfinished(folder: Path, ended: set[str]) -> dict[str, int]:
     return steps
 
 
-def report_folder(folder: Path) -> None:
-    """Print a sweep's tables and write its plots. Raises ResultsError where a file is not as it should be."""
+def report_folder(folder: Path) -> bool:
+    """Print a sweep's tables and write its plots; returns whether a check missed its bounds.
+
+    Raises ResultsError where a file is not as it should be.
+    """
     lines = results.read(folder / "results.jsonl", growing=True)
     print(tables.speed_table(lines))
+    checked = tables.check_rows(lines)
+    if checked:
+        print(f"\n{tables.check_table(lines)}")
     for name, step in unfinished(folder, {line["job"] for line in lines if line["status"] == "ok"}).items():
         print(f"\nnot at its end: {name}: checkpoint at step {step:,}")
     for line in lines:
@@ -117,6 +124,7 @@ def report_folder(folder: Path) -> None:
     curves = results.read(drawn, results.check_curve, growing=True) if drawn.exists() else []
     paths = write_plots(lines, curves, folder / "plots")
     print(f"\nresults: {folder / 'results.jsonl'}\nplots: {', '.join(str(path) for path in paths)}")
+    return any(row[-1] == tables.MISSED for row in checked)
 
 
 def published_plot(name: str, kind: str):

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmark import RESULTS
 from benchmark.collection import COLLECTION
-from benchmark.modes import PEERS, SEEDS
+from benchmark.modes import LIBRARIES, SEEDS
 from benchmark.report import results
 from benchmark.report.curve import in_groups, logged
 from benchmark.report.plots import draw_evaluations, on_one_grid, panels
@@ -330,7 +330,7 @@ def take_over(folders: list[Path], variant: str | None = None, name: str = "abla
         for line, curve in new:
             line |= {"variant": variant} if variant else {}
             known = found.get(identity(line), {"total_timesteps": 0})
-            taken = line["mode"] not in (*SEEDS, *PEERS) if variant else line["mode"] in TAKEN
+            taken = line["mode"] not in (*SEEDS, *LIBRARIES) if variant else line["mode"] in TAKEN
             if taken and known["total_timesteps"] <= line["total_timesteps"]:
                 line |= {"resume": Path(line["resume"]).name} if line.get("resume") else {}
                 found[identity(line)] = line

@@ -4,7 +4,10 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable
 
-from benchmark.modes import MODES, PEERS
+from benchmark.collection import COLLECTION
+from benchmark.modes import LIBRARIES, MODES
+
+PASSED, MISSED = "passed", "**missed**"
 
 
 def by(lines: list[dict], *keys: str) -> dict[tuple, list[dict]]:
@@ -158,15 +161,15 @@ def speed_table(lines: list[dict]) -> str:
 @by_machine
 def algorithms_table(lines: list[dict]) -> str:
     """A row an algorithm: steps/s of others and of ours, and how much faster ours is than the best other."""
-    rows = []
+    rows, others = [], [mode for mode in LIBRARIES if any(line["mode"] == mode for line in lines)]
     for (algorithm, env_id, _), group in by(timed(lines), "algorithm", "env_id", "steps").items():
         modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
         speed = {mode: statistics.median(line["sps"] for line in runs) for mode, runs in modes.items()}
-        best = max((mode for mode in PEERS if mode in modes), key=speed.get, default=None)
+        best = max((mode for mode in others if mode in modes), key=speed.get, default=None)
         beside = ratio(modes["compile"], modes[best]) if best and "compile" in modes else ""
-        cells = [f"{speed[mode]:,.0f}" if mode in speed else "" for mode in (*PEERS, "eager", "compile")]
+        cells = [f"{speed[mode]:,.0f}" if mode in speed else "" for mode in (*others, "eager", "compile")]
         rows.append([f"{algorithm}, {env_id}", *cells, beside])
-    header = [MODES[mode].label for mode in (*PEERS, "eager", "compile")]
+    header = [MODES[mode].label for mode in (*others, "eager", "compile")]
     return markdown(["steps/s", *header, "x the best other library"], rows)
 
 
@@ -180,6 +183,31 @@ def learning_table(lines: list[dict]) -> str:
         rows.append([f"{script}, {env_id}", f"{steps:,}", last, mean_return(runs)])
     returns = ["return, last 10 episodes, by seed", "last 100 (or all), mean of seeds"]
     return markdown(["", "steps", *returns], rows)
+
+
+def check_rows(lines: list[dict]) -> list[list[str]]:
+    """A row a check and mode, of runs with the environment and steps of one; the last cell is its verdict."""
+    trained = [line for line in lines if line["status"] == "ok" and "episodic_return" in line]
+    groups = by(trained, "algorithm", "env_id", "steps", "mode")
+    rows = []
+    for name, algorithm in COLLECTION.items():
+        for check, mode in itertools.product(algorithm.checks, MODES):
+            if not (runs := groups.get((name, check.env_id, check.steps, mode))):
+                continue
+            returns = of_agents(runs, "episodic_return")
+            shown = ", ".join(f"{value:.1f}" for value in returns)
+            whole = len(returns) == sum(len(line.get("seeds", [0])) for line in runs)
+            within = whole and all(check.least <= value <= check.most for value in returns)
+            title = f"{name}, {check.env_id}: {name_of(mode, runs)}"
+            bounds = f"{check.least:g} to {check.most:g}"
+            rows.append([title, f"{check.steps:,}", shown, bounds, PASSED if within else MISSED])
+    return rows
+
+
+@by_machine
+def check_table(lines: list[dict]) -> str:
+    """The runs of the profile check: returns by seed, the bounds, and whether all are within them."""
+    return markdown(["", "steps", "return, last 100 episodes, by seed", "bounds", ""], check_rows(lines))
 
 
 def mean_return(runs: list[dict]) -> str:

@@ -3,13 +3,14 @@
     ./run.sh                                        the profile `quick`: every script, eager against compiled
     ./run.sh --profile speed                        all modes, three seeds
     ./run.sh --profile learning --folder sweeps/learning      learning curves as published, on all cores
+    ./run.sh --profile check                        short runs, whose returns have to be within bounds
     ./run.sh --profile full --workers 4             every mode at that protocol, four runs at a time
     ./run.sh --profile full --cluster slurm --partition gpu --gpus-per-job 1 --cores-per-job 8
 
 A sweep is a folder. Started again it does what is missing and what failed; runs with checkpoints go on from
 their newest one. Each run is a process of its own, and those that are compared are interleaved: every script
 in every mode with the first seed, then all of it with the next. docs/benchmark.md says more. Exit status: 0
-all runs are done, 1 some failed, 2 a bad argument, 130 after Ctrl+C.
+all runs are done, 1 some failed or missed their bounds, 2 a bad argument, 130 after Ctrl+C.
 """
 
 import re
@@ -38,9 +39,10 @@ class Sweep:
     """The runs of a selection on their way into the files of results of a folder."""
 
     def __init__(self, args: Args, runs: list[Run], folder: Path, gpus: list[str], lock: TextIO):
-        self.runs, self.folder, self.peers, self.most_attempts = runs, folder, args.peers, args.attempts
+        self.runs, self.folder, self.most_attempts = runs, folder, args.attempts
+        self.peers = args.peers, args.leanrl
         self.time_limit = 60 * (args.time_limit or PROFILES[args.profile].time_limit)
-        all_at_once = args.profile == "learning" and args.cluster == "local"
+        all_at_once = args.profile in ("learning", "check") and args.cluster == "local"
         workers = args.workers or ((len(gpus) or usable_cores()) if all_at_once else 1)
         if args.cluster == "slurm":
             self.executor = Slurm(args, workers, folder, self.time_limit)
@@ -97,7 +99,7 @@ class Sweep:
         for run in runs:
             cache = self.folder / "cache" / f"{run.algorithm}-{run.mode}-{run.env_id.replace('/', '_')}"
             resumable = run.checkpoint_every is not None
-            jobs.append(Job(run.command(self.peers), str(cache), self.time_limit, resumable))
+            jobs.append(Job(run.command(*self.peers), str(cache), self.time_limit, resumable))
         for run, attempt in zip(runs, self.executor.start(folders, jobs, places), strict=True):
             self.attempts[run] += 1
             self.running[run] = attempt
@@ -192,10 +194,10 @@ def work(args: Args, runs: list[Run], folder: Path, gpus: list[str]) -> int:
         sweep.run()
         if sys.stderr.isatty():
             print(file=sys.stderr)
-        report_folder(folder)
+        missed = report_folder(folder)
         if sweep.done_before == len(runs):
             print("all of it was done before; --folder with another folder measures anew")
-        return int(sweep.done < len(runs))
+        return int(missed or sweep.done < len(runs))
     except KeyboardInterrupt:
         status, message = 130, "stopped"
     except submitit.core.utils.FailedJobError as error:

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from benchmark import ROOT
 from benchmark.machine import commit, git
-from benchmark.modes import PEERS
+from benchmark.modes import LIBRARIES
 from benchmark.report import results
 from benchmark.sweep.process import SAVE_SECONDS, checkpoints
 from benchmark.sweep.runs import Run
@@ -115,7 +115,7 @@ class Record:
         line |= {"env_id": run.env_id, "seed": run.seed, "steps": run.steps}
         line |= {key: value for key, value in outcome.items() if key not in ("summary", "curve")}
         full, curve = outcome.get("summary", {}) | line, about | outcome.get("curve", {})
-        if run.mode in PEERS and full["status"] == "ok":  # our scripts' summaries say it
+        if run.mode in LIBRARIES and full["status"] == "ok":  # our scripts' summaries say it
             full |= {"learning_starts": run.learning_starts or 0}
         try:
             results.check_run(full)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmark import LEANRL, ROOT
-from benchmark.collection import COLLECTION
-from benchmark.modes import CUDA_MODES, MODES, PEERS, SEEDS
+from benchmark.collection import COLLECTION, Algorithm
+from benchmark.modes import CUDA_MODES, LIBRARIES, MODES, ORIGINAL, PEERS, SEEDS
 from benchmark.terminal import check_interpreter, check_names, refuse
 
 
@@ -30,9 +30,13 @@ PROFILES = {
     "full": Profile(modes=ALL, seeds=(21, 31, 41), time_limit=48 * 60, checkpoint_every=50_000),
     # In one mode: the fastest that the machine can run.
     "learning": Profile(modes=(), seeds=None, time_limit=48 * 60, checkpoint_every=50_000),
+    "check": Profile(modes=(), seeds=(1, 2, 3), time_limit=60),
 }
 
 
+LEANRL_PYTHON = ROOT / ".venv-leanrl" / "bin" / "python"  # with requirements/leanrl.txt
+# Arguments of a sweep that each run of the profile check has fixed.
+OF_CHECKS = ("env_ids", "discrete_env_ids", "atari_env_ids", "total_timesteps", "options", "peers")
 # Arguments of the scripts that a sweep sets itself, and what to use instead.
 OWN = {
     "env-id": "--env-ids, --discrete-env-ids or --atari-env-ids",
@@ -50,12 +54,13 @@ OWN = {
 @dataclass
 class Args:
     profile: str = "quick"
-    """quick, speed, full or learning: steps, and the defaults of modes, seeds, environments and time limit"""
+    """quick, speed, full, learning or check: steps, and defaults of modes, seeds, environments, time limit"""
     scripts: tuple[str, ...] = tuple(COLLECTION)
     """eager scripts; the other modes run their siblings"""
     modes: tuple[str, ...] | None = None
     """eager, twin (no flag), compile, cudagraphs, both, tf32 (both with --matmul-precision high); of several
-    agents in a process seeds (compile) and seeds_both; with --peers also cleanrl, sb3 and sbx"""
+    agents in a process seeds (compile) and seeds_both; with --peers also cleanrl, sb3 and sbx; with --leanrl
+    also leanrl, leanrl_compile and leanrl_both"""
     seeds: tuple[int, ...] | None = None
     """seeds, each a round of all that is compared"""
     env_ids: tuple[str, ...] | None = None
@@ -72,11 +77,13 @@ class Args:
     """further arguments of the scripts, such as: num-envs 64 env-backend envpool; a flag has the value "" """
     peers: Path | None = None
     """the interpreter of an environment with requirements/peers.txt (./run.sh peers gives it)"""
+    leanrl: Path | None = None
+    """with --peers: a clone of the original LeanRL, which runs with .venv-leanrl/bin/python"""
     folder: Path | None = None
     """the sweep's folder, by default sweeps/<profile>-<commit>"""
     workers: int | None = None
-    """runs at a time, each with its share of the cores and a GPU; 1, in the profile learning one a GPU or,
-    without, a core (on Slurm 1)"""
+    """runs at a time, each with its share of the cores and a GPU; 1, in the profiles learning and check one a
+    GPU or, without, a core (on Slurm 1)"""
     runs_per_gpu: int = 1
     """runs at a time on each GPU of --workers: a small network leaves one idle"""
     attempts: int = 2
@@ -119,18 +126,22 @@ class Run:
         parts += ["=".join(option) for option in self.options]
         return "-".join(map(str, [*parts, f"seed{self.seed}"])).replace("/", "_")
 
-    def command(self, peers: Path | None) -> list[str]:
-        """The command that does it, of a library with the interpreter `peers`."""
+    def command(self, peers: Path | None, leanrl: Path | None = None) -> list[str]:
+        """The command that does it, of a library with the interpreter `peers`, of `leanrl` with its own."""
         values = {"env-id": self.env_id, "seed": self.seed, "total-timesteps": self.steps}
         values |= {"learning-starts": self.learning_starts, "checkpoint-every": self.checkpoint_every}
         given = {name: value for name, value in values.items() if value is not None} | dict(self.options)
         options = [f"--{name}={value}".removesuffix("=") for name, value in given.items()]
+        mode, programs = MODES[self.mode], ROOT / "benchmark" / "peers"
+        if self.mode in ORIGINAL:
+            script = f"{COLLECTION[self.algorithm].leanrl}{mode.suffix}"
+            which = [str(programs / "leanrl.py"), str(leanrl.absolute()), script]
+            return [str(LEANRL_PYTHON), *which, *mode.flags, *options]
+        if self.mode == "cleanrl":
+            return [str(peers.absolute()), str(programs / "cleanrl.py"), self.algorithm, *options]
         if self.mode in PEERS:
-            library = [] if self.mode == "cleanrl" else [self.mode]
-            program = ROOT / "benchmark" / "peers" / f"{'cleanrl' if not library else 'sb3_sbx'}.py"
-            return [str(peers.absolute()), str(program), *library, self.algorithm, *options]
-        script = str(script_of(self.algorithm, self.mode))
-        return [sys.executable, script, *MODES[self.mode].flags, *options]
+            return [str(peers.absolute()), str(programs / "sb3_sbx.py"), self.mode, self.algorithm, *options]
+        return [sys.executable, str(script_of(self.algorithm, self.mode)), *mode.flags, *options]
 
 
 def further_options(args: Args) -> dict[str, str]:
@@ -158,9 +169,18 @@ def check_args(args: Args) -> None:
             refuse(f"--options does not take {name}: use {instead}")
         if name in flags:
             refuse(f"--options does not take {name}, which the mode {flags[name]} sets")
+    if args.profile == "check":
+        for name in OF_CHECKS:
+            if getattr(args, name):
+                refuse(f"--{name.replace('_', '-')} does not go with --profile check, whose runs are fixed")
     check_interpreter("peers", args.peers)
-    if not args.peers and set(args.modes or ()) & set(PEERS):
-        refuse(f"--modes {', '.join(PEERS)} need --peers: use ./run.sh peers")
+    modes = set(args.modes or ())
+    if not args.peers and (args.leanrl or modes & {*LIBRARIES}):
+        refuse(f"--leanrl and --modes {', '.join(LIBRARIES)} need --peers: use ./run.sh peers")
+    if modes & {*ORIGINAL} and not args.leanrl:
+        refuse(f"--modes {', '.join(ORIGINAL)} need --leanrl with a clone of the original LeanRL")
+    if args.leanrl and not (args.leanrl / "leanrl" / "sac_continuous_action.py").exists():
+        refuse(f"--leanrl takes a clone of the original LeanRL, got {args.leanrl}")
 
 
 def visible_gpus(args: Args) -> list[str]:
@@ -179,7 +199,7 @@ def obstacle(mode: str, script: str, args: Args, gpus: list[str]) -> str | None:
     """Why a mode of a script cannot be run here; None if it can, or where the library does not do it."""
     if mode in SEEDS and not script_of(script, mode).exists():
         return f"needs leanrl/{script_of(script, mode).name}, which there is not"
-    if mode in PEERS and args.options:
+    if mode in LIBRARIES and args.options:
         return "does not take --options, which are arguments of our scripts"
     if mode in CUDA_MODES and not gpus:
         slurm = args.cluster == "slurm"
@@ -190,37 +210,43 @@ def obstacle(mode: str, script: str, args: Args, gpus: list[str]) -> str | None:
     return None
 
 
+def tasks(args: Args, algorithm: Algorithm) -> list[tuple[str, int, tuple[tuple[str, str], ...]]]:
+    """The environments of a script, each with the agent steps of a run and its further arguments."""
+    if args.profile == "check":
+        return [(check.env_id, check.steps, check.options) for check in algorithm.checks]
+    learning, kind = args.profile == "learning", algorithm.actions
+    steps = args.total_timesteps or getattr(algorithm, "full" if learning else args.profile)
+    env_ids = getattr(args, "env_ids" if kind == "continuous" else f"{kind}_env_ids")
+    if env_ids is None:
+        env_ids = algorithm.env_ids if learning else (algorithm.env_id,)
+    return [(env_id, steps, tuple(further_options(args).items())) for env_id in env_ids]
+
+
 def select(args: Args, gpus: list[str]) -> list[Run]:
     """The runs asked for, in the order of their start: all that is compared, seed after seed."""
-    profile, learning = PROFILES[args.profile], args.profile == "learning"
+    profile = PROFILES[args.profile]
     modes = profile.modes or (("both",) if gpus else ("compile",)) if args.modes is None else args.modes
     if args.peers and args.modes is None:
-        modes = (*modes, *PEERS)
+        modes = (*modes, *(LIBRARIES if args.leanrl else PEERS))
     rounds: dict[int, list[Run]] = {}
     skipped = set()
     for script in args.scripts:
         algorithm = COLLECTION[script]
-        steps = args.total_timesteps or getattr(algorithm, "full" if learning else args.profile)
-        learning_starts = algorithm.learning_starts
-        if learning_starts is not None and profile.checkpoint_every is None:
-            learning_starts = min(1000, steps // 3)
-        kind = algorithm.actions
-        env_ids = getattr(args, "env_ids" if kind == "continuous" else f"{kind}_env_ids")
-        if env_ids is None:
-            env_ids = algorithm.env_ids if learning else (algorithm.env_id,)
         fit = []
         for mode in modes:
             if reason := obstacle(mode, script, args, gpus):
                 skipped.add(f"skipped: {mode} {reason}")
-            elif mode not in PEERS or getattr(algorithm, mode):
+            elif mode not in LIBRARIES or getattr(algorithm, MODES[mode].library):
                 fit.append(mode)
         for seed in args.seeds if args.seeds is not None else profile.seeds or algorithm.seeds:
-            for env_id in env_ids:
+            for env_id, steps, options in tasks(args, algorithm):
+                learning_starts = algorithm.learning_starts
+                if learning_starts is not None and profile.checkpoint_every is None:
+                    learning_starts = min(1000, steps // 3)
                 for mode in fit:
                     # Libraries and many agents cannot go on from what a sweep finds.
                     every = args.checkpoint_every or profile.checkpoint_every
-                    every = None if mode in (*PEERS, *SEEDS) else every
-                    options = tuple(further_options(args).items())
+                    every = None if mode in (*LIBRARIES, *SEEDS) else every
                     run = Run(script, mode, env_id, seed, steps, learning_starts, every, options)
                     rounds.setdefault(seed, []).append(run)
     for line in sorted(skipped):
