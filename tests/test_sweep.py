@@ -299,7 +299,8 @@ def test_runs_of_the_original_leanrl_have_its_script_flags_and_interpreter(tmp_p
     args = selection.Args(
         scripts=("td3_continuous_action", "ppo_atari_envpool"), peers=python, leanrl=tmp_path
     )
-    selection.check_args(args)
+    with patch.object(selection, "LEANRL_PYTHON", python):
+        selection.check_args(args)
     runs = [run for run in selection.select(args, gpus=[]) if run.mode.startswith("leanrl")]
     assert {run.algorithm for run in runs} == {"td3_continuous_action"}  # its Atari script needs gym
     commands = {run.mode: run.command(python, tmp_path) for run in runs}

@@ -181,6 +181,8 @@ def check_args(args: Args) -> None:
         refuse(f"--modes {', '.join(ORIGINAL)} need --leanrl with a clone of the original LeanRL")
     if args.leanrl and not (args.leanrl / "leanrl" / "sac_continuous_action.py").exists():
         refuse(f"--leanrl takes a clone of the original LeanRL, got {args.leanrl}")
+    if args.leanrl and not LEANRL_PYTHON.exists():
+        refuse(f"--leanrl needs {LEANRL_PYTHON}: use ./run.sh peers")
 
 
 def visible_gpus(args: Args) -> list[str]:
