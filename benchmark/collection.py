@@ -65,7 +65,7 @@ class Algorithm:
     cleanrl: str | None = None
     """CleanRL's script; None where it has none"""
     leanrl: str | None = None
-    """the original LeanRL's script; None where it has none, or none that runs with today's libraries"""
+    """the original LeanRL's script; None where it has none, or one that needs gym"""
     sb3: str | None = None
     """Stable-Baselines3's class"""
     sbx: str | None = None

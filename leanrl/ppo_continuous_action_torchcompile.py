@@ -409,8 +409,10 @@ def make(args: Args, videos: Path | None) -> gym.Env:
     try:
         return gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
     except Exception as error:
-        gl = "" if "mujoco" in sys.modules else os.environ.get("MUJOCO_GL", "")  # its import asks for this
-        known = isinstance(error, gym.error.Error) or bool(videos and "render_mode" in str(error))
+        known = isinstance(error, gym.error.Error)  # such as of an id that there is not
+        unloaded = not known and "mujoco" not in sys.modules  # whose import asks for what MUJOCO_GL names
+        gl = os.environ.get("MUJOCO_GL", "") if unloaded else ""
+        known |= bool(videos and "render_mode" in str(error))
         known |= ":" not in args.env_id and (bool(gl) or isinstance(error, ImportError | TypeError))
         if not known:
             raise

@@ -101,6 +101,8 @@ def test_mujoco_without_its_renderer_is_told_in_one_line():
     assert process.returncode == 2
     [line] = process.stderr.splitlines()
     assert line.endswith("environment variable MUJOCO_GL: none-such; install or unset MUJOCO_GL=none-such")
+    process = cli(TD3, "--no-cuda", "--env-id", "HalfChetah-v4", env={"MUJOCO_GL": "egl"})
+    assert process.returncode == 2 and "MUJOCO_GL" not in process.stderr
 
 
 def test_what_is_no_integer_is_refused():

@@ -290,6 +290,9 @@ def test_checks_are_run_as_the_collection_has_them_and_have_to_stay_within_bound
     house.tell(2, f"said['episodic_return'] = {max(check.most for check in checks) + 1}!")
     output, _ = house.sweep("--profile", "check", "--workers", 1, seeds=3, status=1)
     assert output.count("**missed**") == len(checks)
+    house.tell(3, "sys.exit(1)!")
+    output, _ = house.sweep("--profile", "check", "--workers", 1, seeds=4, status=1)
+    assert output.count(", 1 failed |") == len(checks)
 
 
 def test_runs_of_the_original_leanrl_have_its_script_flags_and_interpreter(tmp_path):

@@ -187,27 +187,31 @@ def learning_table(lines: list[dict]) -> str:
 
 def check_rows(lines: list[dict]) -> list[list[str]]:
     """A row a check and mode, of runs with the environment and steps of one; the last cell is its verdict."""
-    trained = [line for line in lines if line["status"] == "ok" and "episodic_return" in line]
+    trained = [line for line in lines if line["status"] == "failed" or "episodic_return" in line]
     groups = by(trained, "algorithm", "env_id", "steps", "mode")
     rows = []
     for name, algorithm in COLLECTION.items():
         for check, mode in itertools.product(algorithm.checks, MODES):
             if not (runs := groups.get((name, check.env_id, check.steps, mode))):
                 continue
-            returns = of_agents(runs, "episodic_return")
-            shown = ", ".join(f"{value:.1f}" for value in returns)
-            whole = len(returns) == sum(len(line.get("seeds", [0])) for line in runs)
-            within = whole and all(check.least <= value <= check.most for value in returns)
-            title = f"{name}, {check.env_id}: {name_of(mode, runs)}"
+            done = [line for line in runs if line["status"] == "ok"]
+            returns = of_agents(done, "episodic_return")
+            shown = [f"{value:.1f}" for value in returns]
+            missing = sum(len(line.get("seeds", [0])) for line in runs) - len(
+                returns
+            )  # or without an episode
+            within = not missing and all(check.least <= value <= check.most for value in returns)
+            shown = ", ".join([*shown, *([f"{missing} failed"] if missing else [])])
+            title = f"{name}, {check.env_id}: {name_of(mode, done or runs)}"
             bounds = f"{check.least:g} to {check.most:g}"
             rows.append([title, f"{check.steps:,}", shown, bounds, PASSED if within else MISSED])
     return rows
 
 
-@by_machine
 def check_table(lines: list[dict]) -> str:
-    """The runs of the profile check: returns by seed, the bounds, and whether all are within them."""
-    return markdown(["", "steps", "return, last 100 episodes, by seed", "bounds", ""], check_rows(lines))
+    """The runs of the profile check, of all machines: returns by seed, bounds, whether all are within."""
+    header = ["", "steps", "return, last 100 episodes, by seed", "bounds", ""]
+    return "\n\n".join([markdown(header, check_rows(lines)), *map(machine, machines(lines))])
 
 
 def mean_return(runs: list[dict]) -> str:

@@ -89,7 +89,7 @@ class Args:
     attempts: int = 2
     """how often a run that fails is tried"""
     time_limit: float | None = None
-    """minutes after which a run counts as hanging; 10 in quick, 20 in speed, else two days"""
+    """minutes after which a run counts as hanging; 10 in quick, 20 in speed, 60 in check, else two days"""
     cluster: str = "local"
     """local, or slurm: one array of jobs"""
     partition: str | None = None
