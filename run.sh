@@ -119,7 +119,11 @@ case $command in
     main -m pytest -n 2 --dist loadgroup "$@"
     ;;
   peers)
-    [[ " $* " != *" --leanrl"* ]] || install .venv-leanrl requirements/leanrl.txt
+    if [[ " $* " == *" --leanrl"* ]]; then
+      "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info >= (3, 13))' ||
+        die "--leanrl needs Python 3.11 or 3.12, for which its old libraries are built: set PYTHON"
+      install .venv-leanrl requirements/leanrl.txt
+    fi
     install .venv-peers requirements/peers.txt
     .venv-peers/bin/python -c 'import cleanrl' 2>/dev/null ||
       .venv-peers/bin/python -m pip install --quiet --no-deps --ignore-requires-python cleanrl==1.2.0 >&2

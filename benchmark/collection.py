@@ -23,7 +23,7 @@ OF_PPO += ("explained_variance",)
 
 @dataclass(frozen=True)
 class Check:
-    """A short run of the profile check, in which the last 100 training episodes return so much on average.
+    """A short run of the profile check, and bounds for the mean return of its last 100 training episodes.
 
     The bounds are the returns of seeds 11 and 12 with a margin; docs/learning.md has those of other seeds.
     """

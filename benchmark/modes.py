@@ -9,7 +9,7 @@ class Mode:
 
     name: str
     suffix: str | None = None
-    """behind the name of the eager script, of a library its own; None where it has one script for all"""
+    """what follows the algorithm's name in that of the script; None where a program of peers/ runs all"""
     flags: tuple[str, ...] = ()
     library: str | None = None
     """the library whose script it is, by its field of the collection; None of ours"""
@@ -40,6 +40,6 @@ MODES = {
 }
 LIBRARIES = tuple(name for name, mode in MODES.items() if mode.library)
 ORIGINAL = tuple(name for name in LIBRARIES if MODES[name].library == "leanrl")
-PEERS = tuple(name for name in LIBRARIES if name not in ORIGINAL)  # which have one environment
+PEERS = tuple(name for name in LIBRARIES if name not in ORIGINAL)  # which run with one interpreter
 SEEDS = tuple(name for name, mode in MODES.items() if mode.suffix == "_seeds")
 CUDA_MODES = tuple(name for name, mode in MODES.items() if "--cudagraphs" in mode.flags)

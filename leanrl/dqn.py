@@ -266,8 +266,7 @@ def evaluate(
     returns, infos = [], []
     network.eval()
     seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10)
-    options = {"desc": "evaluation", "unit": "episode", "leave": not args.eval_every, "miniters": 0}
-    bar = tqdm(total=len(seeds), **options)
+    bar = tqdm(total=len(seeds), desc="evaluation", unit="episode", leave=not args.eval_every, miniters=0)
     for seed in seeds.tolist():
         (obs, info), over, steps, score = env.reset(seed=seed), False, 0, 0.0
         while not over and not stopping:
@@ -288,15 +287,14 @@ def make(args: Args, videos: Path | None) -> gym.Env:
     """What `gym.make` gives; errors of an environment of the user's own keep their traceback."""
     try:
         return gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
+    except gym.error.Error as error:  # such as of an id that there is not
+        refuse(f"--env-id {args.env_id}: {error}")
     except Exception as error:
-        known = isinstance(error, gym.error.Error)  # such as of an id that there is not
-        unloaded = not known and "mujoco" not in sys.modules  # whose import asks for what MUJOCO_GL names
-        gl = os.environ.get("MUJOCO_GL", "") if unloaded else ""
-        known |= bool(videos and "render_mode" in str(error))
-        known |= ":" not in args.env_id and (bool(gl) or isinstance(error, ImportError | TypeError))
-        if not known:
+        unloaded = "MUJOCO_GL" in os.environ and "mujoco" not in sys.modules  # whose import asks for it
+        told = ":" not in args.env_id and (unloaded or isinstance(error, ImportError | TypeError))
+        if not (told or (videos and "render_mode" in str(error))):
             raise
-        refuse(f"--env-id {args.env_id}: {error}{f'; install or unset MUJOCO_GL={gl}' if gl else ''}")
+        refuse(f"--env-id {args.env_id}: {error}{'; unset MUJOCO_GL or install that library' * unloaded}")
 
 
 def film(args: Args, env: gym.Env, videos: Path | None) -> gym.Env:

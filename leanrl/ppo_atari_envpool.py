@@ -296,8 +296,7 @@ def evaluate(
     returns, infos = [], []
     network.eval()
     seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10)
-    options = {"desc": "evaluation", "unit": "episode", "leave": not args.eval_every, "miniters": 0}
-    bar = tqdm(total=len(seeds), **options)
+    bar = tqdm(total=len(seeds), desc="evaluation", unit="episode", leave=not args.eval_every, miniters=0)
     for seed in seeds.tolist():
         (obs, info), over, steps, score = env.reset(seed=seed), False, 0, 0.0
         while not over and not stopping:

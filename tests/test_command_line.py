@@ -16,22 +16,7 @@ import mujoco
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    ATARI,
-    LEANRL,
-    OFF_POLICY,
-    SCRIPTS,
-    SHORT,
-    TWINS,
-    checkpoints,
-    cli,
-    environment,
-    load,
-    play,
-    run,
-    takes,
-    world,
-)
+from conftest import ATARI, OFF_POLICY, SCRIPTS, SHORT, TWINS, checkpoints, cli, load, play, run, takes, world
 from gymnasium.utils.save_video import capped_cubic_video_schedule
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -100,7 +85,7 @@ def test_mujoco_without_its_renderer_is_told_in_one_line():
     process = cli(TD3, "--no-cuda", env={"MUJOCO_GL": "none-such"})
     assert process.returncode == 2
     [line] = process.stderr.splitlines()
-    assert line.endswith("environment variable MUJOCO_GL: none-such; install or unset MUJOCO_GL=none-such")
+    assert line.endswith("environment variable MUJOCO_GL: none-such; unset MUJOCO_GL or install that library")
     process = cli(TD3, "--no-cuda", "--env-id", "HalfChetah-v4", env={"MUJOCO_GL": "egl"})
     assert process.returncode == 2 and "MUJOCO_GL" not in process.stderr
 
@@ -261,24 +246,12 @@ def test_a_run_has_a_folder_of_its_own_in_runs(tmp_path):
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_tracking_works_offline(tmp_path):
     # W&B keeps the code of a script that lies below the current folder.
-    script = shutil.copy(LEANRL / "dqn.py", tmp_path)
-    options = {
-        "cwd": tmp_path,
-        "env": environment(WANDB_MODE="offline"),
-        "capture_output": True,
-        "text": True,
-    }
+    script = shutil.copy(conftest.LEANRL / "dqn.py", tmp_path)
+    options = {"env": conftest.environment(WANDB_MODE="offline"), "capture_output": True, "text": True}
     for args in (("--save-model", "--capture-video"), ("--total-timesteps", "400", "--resume")):
-        command = [
-            sys.executable,
-            script,
-            *SHORT["dqn"],
-            "--no-cuda",
-            "--track",
-            *args,
-            *checkpoints(tmp_path),
-        ]
-        process = subprocess.run(list(map(str, command)), **options)
+        command = [sys.executable, script, *SHORT["dqn"], "--no-cuda", "--track", *args]
+        command += checkpoints(tmp_path)
+        process = subprocess.run(list(map(str, command)), cwd=tmp_path, **options)
         assert process.returncode == 0, process.stderr
         json.loads(process.stdout.splitlines()[-1])
     # Records are framed, not compressed: names can be read.

@@ -40,15 +40,16 @@ def main() -> None:
     path = args.checkout / "leanrl" / f"{args.script}.py"
     sys.argv = [str(path), *(f"--{name}={value}" for name, value in given.items()), *more]
     script = runpy.run_path(str(path), run_name="__main__")
-    if not times:
-        sys.exit("leanrl.py: error: the run ended before the script logged a speed")
-    (first, start), (last, end) = times[0], times[-1]
+    sps = None  # where a run is too short to tell
+    if len(times) > 1:
+        (first, start), (last, end) = times[0], times[-1]
+        sps = (last - first) / (end - start)
     git = ["git", "-C", args.checkout, "rev-parse", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     summary = {"script": "leanrl", "leanrl_commit": commit}
     summary |= {"env_id": args.env_id, "seed": args.seed, "total_timesteps": args.total_timesteps}
-    summary |= {"sps": (last - first) / (end - start) if last > first else None, "startup_seconds": None}
-    print(json.dumps(summary | {"wall_seconds": end - START_TIME, "device": str(script["device"])}))
+    summary |= {"sps": sps, "startup_seconds": None, "wall_seconds": time.perf_counter() - START_TIME}
+    print(json.dumps(summary | {"device": str(script["device"])}))
 
 
 if __name__ == "__main__":

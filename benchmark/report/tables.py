@@ -186,7 +186,7 @@ def learning_table(lines: list[dict]) -> str:
 
 
 def check_rows(lines: list[dict]) -> list[list[str]]:
-    """A row a check and mode, of runs with the environment and steps of one; the last cell is its verdict."""
+    """A row a check and mode of a sweep of checks; the last cell is its verdict."""
     trained = [line for line in lines if line["status"] == "failed" or "episodic_return" in line]
     groups = by(trained, "algorithm", "env_id", "steps", "mode")
     rows = []
@@ -197,14 +197,12 @@ def check_rows(lines: list[dict]) -> list[list[str]]:
             done = [line for line in runs if line["status"] == "ok"]
             returns = of_agents(done, "episodic_return")
             shown = [f"{value:.1f}" for value in returns]
-            missing = sum(len(line.get("seeds", [0])) for line in runs) - len(
-                returns
-            )  # or without an episode
+            missing = sum(map(agents, done)) - len(returns) + len(runs) - len(done)
+            shown += [f"{missing} failed"] if missing else []
             within = not missing and all(check.least <= value <= check.most for value in returns)
-            shown = ", ".join([*shown, *([f"{missing} failed"] if missing else [])])
             title = f"{name}, {check.env_id}: {name_of(mode, done or runs)}"
             bounds = f"{check.least:g} to {check.most:g}"
-            rows.append([title, f"{check.steps:,}", shown, bounds, PASSED if within else MISSED])
+            rows.append([title, f"{check.steps:,}", ", ".join(shown), bounds, PASSED if within else MISSED])
     return rows
 
 

@@ -194,7 +194,7 @@ def work(args: Args, runs: list[Run], folder: Path, gpus: list[str]) -> int:
         sweep.run()
         if sys.stderr.isatty():
             print(file=sys.stderr)
-        missed = report_folder(folder) and args.profile == "check"
+        missed = report_folder(folder)
         if sweep.done_before == len(runs):
             print("all of it was done before; --folder with another folder measures anew")
         return int(missed or sweep.done < len(runs))

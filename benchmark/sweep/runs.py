@@ -36,7 +36,7 @@ PROFILES = {
 
 LEANRL_PYTHON = ROOT / ".venv-leanrl" / "bin" / "python"  # with requirements/leanrl.txt
 # Arguments of a sweep that each run of the profile check has fixed.
-OF_CHECKS = ("env_ids", "discrete_env_ids", "atari_env_ids", "total_timesteps", "options", "peers")
+OF_CHECKS = ("env_ids", "discrete_env_ids", "atari_env_ids", "total_timesteps", "options")
 # Arguments of the scripts that a sweep sets itself, and what to use instead.
 OWN = {
     "env-id": "--env-ids, --discrete-env-ids or --atari-env-ids",
@@ -78,7 +78,7 @@ class Args:
     peers: Path | None = None
     """the interpreter of an environment with requirements/peers.txt (./run.sh peers gives it)"""
     leanrl: Path | None = None
-    """with --peers: a clone of the original LeanRL, which runs with .venv-leanrl/bin/python"""
+    """a clone of the original LeanRL, which runs with .venv-leanrl/bin/python (./run.sh peers makes it)"""
     folder: Path | None = None
     """the sweep's folder, by default sweeps/<profile>-<commit>"""
     workers: int | None = None
@@ -127,7 +127,7 @@ class Run:
         return "-".join(map(str, [*parts, f"seed{self.seed}"])).replace("/", "_")
 
     def command(self, peers: Path | None, leanrl: Path | None = None) -> list[str]:
-        """The command that does it, of a library with the interpreter `peers`, of `leanrl` with its own."""
+        """The command that does it, of a library with the interpreter `peers` or for the clone `leanrl`."""
         values = {"env-id": self.env_id, "seed": self.seed, "total-timesteps": self.steps}
         values |= {"learning-starts": self.learning_starts, "checkpoint-every": self.checkpoint_every}
         given = {name: value for name, value in values.items() if value is not None} | dict(self.options)
@@ -173,12 +173,14 @@ def check_args(args: Args) -> None:
         for name in OF_CHECKS:
             if getattr(args, name):
                 refuse(f"--{name.replace('_', '-')} does not go with --profile check, whose runs are fixed")
+        if args.peers or args.leanrl:
+            refuse("peers do not go with --profile check, which is of our scripts")
     check_interpreter("peers", args.peers)
     modes = set(args.modes or ())
-    if not args.peers and (args.leanrl or modes & {*LIBRARIES}):
-        refuse(f"--leanrl and --modes {', '.join(LIBRARIES)} need --peers: use ./run.sh peers")
+    if modes & {*PEERS} and not args.peers:
+        refuse(f"--modes {', '.join(PEERS)} need --peers: use ./run.sh peers")
     if modes & {*ORIGINAL} and not args.leanrl:
-        refuse(f"--modes {', '.join(ORIGINAL)} need --leanrl with a clone of the original LeanRL")
+        refuse(f"--modes {', '.join(ORIGINAL)} need --leanrl: use ./run.sh peers --leanrl CLONE")
     if args.leanrl and not (args.leanrl / "leanrl" / "sac_continuous_action.py").exists():
         refuse(f"--leanrl takes a clone of the original LeanRL, got {args.leanrl}")
     if args.leanrl and not LEANRL_PYTHON.exists():
@@ -206,7 +208,7 @@ def obstacle(mode: str, script: str, args: Args, gpus: list[str]) -> str | None:
     if mode in CUDA_MODES and not gpus:
         slurm = args.cluster == "slurm"
         return f"needs CUDA{': --gpus-per-job asks for GPUs' if slurm else ', and there is no device'}"
-    if mode in ("compile", "seeds") and not gpus and args.cluster == "local":
+    if "--compile" in MODES[mode].flags and not gpus and args.cluster == "local":
         compilers = (os.environ.get("CXX") or "g++", "clang++")
         return None if any(map(shutil.which, compilers)) else "needs a C++ compiler such as g++"
     return None
@@ -228,8 +230,8 @@ def select(args: Args, gpus: list[str]) -> list[Run]:
     """The runs asked for, in the order of their start: all that is compared, seed after seed."""
     profile = PROFILES[args.profile]
     modes = profile.modes or (("both",) if gpus else ("compile",)) if args.modes is None else args.modes
-    if args.peers and args.modes is None:
-        modes = (*modes, *(LIBRARIES if args.leanrl else PEERS))
+    if args.modes is None:
+        modes = (*modes, *(PEERS if args.peers else ()), *(ORIGINAL if args.leanrl else ()))
     rounds: dict[int, list[Run]] = {}
     skipped = set()
     for script in args.scripts:
