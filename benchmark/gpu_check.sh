@@ -172,9 +172,9 @@ for kind in continuous atari; do # of each the first script
   starts=""
   [ "$(known "$name" 4)" = on-policy ] || starts="--learning-starts 1000"
   copy=$folder/${name}_reduce_overhead
-  # What the mode sets, beside the twin's own options, and as many calls to warm up as capture takes.
-  sed 's/{\*\*unguarded}/{**unguarded, "triton.cudagraphs": True}/; s/6 if cudagraphs else 1/6/' \
-    "leanrl/${name}_torchcompile.py" >"$copy.py"
+  # As many calls to warm up as capture takes.
+  sed 's/map(Compiled,/(torch.compile(f, fullgraph=True, mode="reduce-overhead") for f in/
+    s/6 if cudagraphs else 1/6/' "leanrl/${name}_torchcompile.py" >"$copy.py"
   # shellcheck disable=SC2086 # they are words
   part 60 30 "speed of $name with mode=\"reduce-overhead\"" \
     env TORCHINDUCTOR_CACHE_DIR="$code" TRITON_CACHE_DIR="$code" TORCH_LOGS=perf_hints \

@@ -16,6 +16,7 @@ Run:    python ppo_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --c
 Twin:   ppo_continuous_action.py, eager, computes the same, up to rounding. Read their diff.
 Tags, at each place that differs; docs/tricks.md has a chapter on each:
 - [fast: one graph] policy, preparation of the batch, gradient step: each is compiled without a break;
+- [fast: direct calls] compiled code is called without the guards of `torch.compile`, as a graph is;
 - [fast: flat] the parameters of a network are one tensor, and Adam a few operations on it in that graph;
 - [fast: numbers as tensors] a graph would freeze a number that changes;
 - [fast: losses in place] tensors to write to: what a captured function returns is cloned at each call;
@@ -48,6 +49,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NoReturn
+from unittest.mock import patch
 
 import gymnasium as gym
 import numpy as np
@@ -59,6 +61,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeA
 from tensordict.nn import CudaGraphModule
 from torch import Tensor, nn
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+from torch._inductor.output_code import CompiledFxGraph
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -272,6 +275,55 @@ class Adam(nn.Module):
             exp_avg_sq = self.exp_avg_sq.lerp_(grad * grad, 1 - beta2)
             denominator = exp_avg_sq.sqrt() / (1 - beta2**step).sqrt() + self.eps
             self.params[0].sub_(exp_avg / denominator * (self.lr / (1 - beta1**step)))
+
+
+# [fast: direct calls] On a CPU a call of `torch.compile` takes longer than a small network.
+class Compiled:
+    """A function, compiled without a break, whose code is called directly with the tensors of the first call.
+
+    It takes tensors and returns one or none. As in a CUDA graph, only the values of tensors may change. The
+    second, the 100th and each 1000th call look whether anything else did, with a RuntimeError if so.
+    """
+
+    def __init__(self, function: Callable):
+        self.guarded = torch.compile(function, fullgraph=True)
+        self.calls, self.likeness, self.inputs = 0, None, []
+
+    def __call__(self, *args: Tensor) -> Tensor | None:
+        self.calls += 1
+        likeness = [(arg.dtype, arg.device, arg.shape, arg.stride()) for arg in args]
+        if likeness != self.likeness or self.calls in (2, 100) or self.calls % 1000 == 0:
+            return self.look(likeness, args)
+        for place, arg in zip(self.places, args, strict=True):
+            self.inputs[place] = arg
+        results = self.graph([*self.inputs])
+        return results[0] if results else None
+
+    def look(self, likeness: list[tuple], args: tuple[Tensor, ...]) -> Tensor | None:
+        """Call it with the guards of `torch.compile`; note Inductor's graph and the tensors that it takes."""
+        call, notes = CompiledFxGraph.__call__, []
+
+        def note(graph: CompiledFxGraph, inputs: list[Tensor]) -> list[Tensor]:
+            tensors = [tensor.detach() for tensor in inputs]
+            notes.append((graph, tensors, call(graph, inputs)))
+            return notes[-1][-1]
+
+        stance = torch.compiler.set_stance("fail_on_recompile" if self.inputs else "default")
+        with stance, patch.object(CompiledFxGraph, "__call__", note):
+            result = self.guarded(*args)
+        if len(notes) != 1:  # a PyTorch in which this has another name: all calls are guarded
+            return result
+        self.graph, inputs, results = notes[0]
+        addresses = [tensor.data_ptr() for tensor in inputs]
+        self.places = [addresses.index(arg.data_ptr()) for arg in args]
+        for place, tensor in enumerate(self.inputs):
+            if place not in self.places and tensor.data_ptr() != addresses[place]:
+                shape = [*tensor.shape]
+                raise RuntimeError(f"a tensor of shape {shape} is not the one it was: write to it in place")
+        if len(results) != (1 if isinstance(result, Tensor) else 0):
+            raise TypeError("a compiled function returns one tensor or none, and leaves none elsewhere")
+        self.inputs, self.likeness = inputs, likeness
+        return result
 
 
 # ---- Run: command line, checkpoints, signals, evaluation, vectors of environments --------------------------
@@ -677,11 +729,9 @@ if __name__ == "__main__":
     if args.compile:
         torch._dynamo.config.trace_autograd_ops = True  # the gradient, too, without a break
         torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
+        torch._inductor.config.fallback_random = device.type == "cpu"  # as eager, and faster
         torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes 5 s
-        # No guards on global variables: what changes is a tensor. Measured: TD3 1.04, DQN 1.10, PPO 1.12.
-        unguarded = {"guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe}  # taken out by each call
-        compiled = (torch.compile(f, fullgraph=True, options={**unguarded}) for f in (act, prepare, update))
-        act, prepare, update = compiled
+        act, prepare, update = map(Compiled, (act, prepare, update))
     # [fast: graph capture] One launch for all kernels of a call.
     cudagraphs = args.cudagraphs and device.type == "cuda"
     if cudagraphs:

@@ -486,7 +486,7 @@ if __name__ == "__main__":
             mean, _ = actor(torch.as_tensor(obs, dtype=torch.float32, device=device)[None])
             return torch.tanh(mean[0]).cpu().numpy()
 
-    def update_critics(with_target: bool) -> Tensor:
+    def update_critics() -> Tensor:
         """One gradient step of the critics on a new batch; returns its observations (batch_size, obs_dim)."""
         indices = torch.randint(size, (args.batch_size,), device=device)
         obs, actions, rewards, terminated, next_obs = buffer.index_select(0, indices).split(columns, dim=1)
@@ -502,11 +502,6 @@ if __name__ == "__main__":
         q_optimizer.step()
         record(qf1_values=qf1_values.mean(), qf2_values=qf2_values.mean())
         record(qf1_loss=qf1_loss, qf2_loss=qf2_loss, qf_loss=(qf1_loss + qf2_loss) / 2)
-        if with_target:
-            with torch.no_grad():
-                for target, network in ((qf1_target, qf1), (qf2_target, qf2)):
-                    for target_param, param in zip(target.parameters(), network.parameters(), strict=True):
-                        target_param.lerp_(param, args.tau)
         return obs
 
     def update_actor(obs: Tensor) -> None:
@@ -528,9 +523,14 @@ if __name__ == "__main__":
 
     def update(with_actor: bool, with_target: bool) -> None:
         """One gradient step on a new batch."""
-        obs = update_critics(with_target)
+        obs = update_critics()
         for _ in range(args.policy_frequency if with_actor else 0):
             update_actor(obs)
+        if with_target:
+            with torch.no_grad():
+                for target, network in ((qf1_target, qf1), (qf2_target, qf2)):
+                    for target_param, param in zip(target.parameters(), network.parameters(), strict=True):
+                        target_param.lerp_(param, args.tau)
 
     def record(**values: Tensor) -> None:
         """Keep the latest values for the log; nothing waits for the device here."""

@@ -5,9 +5,9 @@
 From leanrl/sac_continuous_action.py the section Run goes to all scripts, of ENVIRONMENTS in it what they
 have, and PASSAGES of its body to all but those of many agents, which also have a `parse_args` of their own.
 Arguments, Environment and Networks go from each eager script to its twin, which keeps its flags and what it
-adds below its first `# [fast`. Adam goes from SAC's twin to the other twins and to the scripts of many
-agents; Flat goes to the twins that hold several networks, and from DQN's twin to those that hold one, but
-for Atari's. The version in CITATION.cff goes to the first line of each file. tests/test_twins.py checks
+adds below its first `# [fast`. Adam and Compiled go from SAC's twin to the other twins and to the scripts of
+many agents; Flat goes to the twins that hold several networks, and from DQN's twin to those that hold one,
+but for Atari's. The version in CITATION.cff goes to the first line of each file. tests/test_twins.py checks
 that all of this is equal.
 """
 
@@ -64,7 +64,8 @@ def shared(name: str, text: str) -> str:
         run = run.replace("class Pool(", f"{definition(text, 'class Workers(')}class Pool(")
     text = text.replace(section(text, "Run"), run)
     if name.endswith(("_torchcompile", "_seeds")):
-        text = text.replace(definition(text, "class Adam("), definition(twin, "class Adam("))
+        for title in ("class Adam(", "class Compiled:"):
+            text = text.replace(definition(text, title), definition(twin, title))
     if name.endswith("_seeds"):
         return text
     for first in PASSAGES:

@@ -1,4 +1,4 @@
-"""Captured twins, on the CPU, compute what they compute without, and what a CUDA graph would freeze shows."""
+"""Captured twins, on the CPU, compute what they do without; what a graph or a direct call freezes shows."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -6,11 +6,13 @@ from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
+import conftest
 import pytest
 import torch
 from capture import CaptureError, captured_on_cpu
 from conftest import ATARI, DQN, EACH_STEP, OFF_POLICY, ON_POLICY, TWINS, assert_same_numbers, changed, play
 from tensordict.nn import CudaGraphModule
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 SAC, TD3, PPO = (f"{name}_continuous_action_torchcompile" for name in ("sac", "td3", "ppo"))
@@ -133,3 +135,91 @@ def test_a_capture_with_a_history_alive_is_refused_and_draws_nothing():
         drawn = state.clone()
         torch.manual_seed(0)
         assert torch.equal(drawn, torch.randn(2))
+
+
+# ---- Direct calls ------------------------------------------------------------------------------------------
+class Numbers:
+    """A function of its argument, a tensor and a number, with what may happen to them."""
+
+    def __init__(self):
+        self.state, self.number = torch.zeros(4), 2.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.state.add_(x)
+        return self.state * self.number
+
+    def rebind(self) -> None:
+        self.state = self.state.clone()
+
+    def count(self) -> None:
+        self.number += 1
+
+
+@pytest.fixture
+def direct():
+    """`Compiled` of a twin."""
+    torch._dynamo.reset()
+    return conftest.load(TD3)["Compiled"]
+
+
+def test_direct_calls_compute_on_the_tensors_of_the_first_call(direct):
+    numbers = Numbers()
+    function, expected = direct(numbers.__call__), torch.zeros(4)
+    with patch.object(function, "guarded", side_effect=function.guarded) as guarded:
+        for call in range(2500):
+            x = torch.full((2, 4), float(call % 7))[call % 2]  # a view, too
+            expected += x
+            assert torch.equal(function(x), expected * 2)
+    assert torch.equal(numbers.state, expected)
+    assert guarded.call_count == 5  # the first, and four that look
+
+
+@pytest.mark.parametrize("calls", [1, 2, 98, 998])
+@pytest.mark.parametrize("change", ["rebind", "count"])
+def test_a_tensor_or_number_that_is_not_what_it_was_ends_the_run_within_1000_calls(direct, change, calls):
+    numbers = Numbers()
+    function = direct(numbers.__call__)
+    for _ in range(calls):
+        function(torch.ones(4))
+    getattr(numbers, change)()
+    message = {"rebind": r"shape \[4\] is not the one it was", "count": r"number.* == 2\.0"}[change]
+    with pytest.raises(RuntimeError, match=message):
+        for _ in range(1000):
+            function(torch.ones(4))
+
+
+@pytest.mark.parametrize("other", [torch.ones(3), torch.ones(4, dtype=torch.float64), torch.ones(4, 2)[:, 0]])
+def test_an_argument_of_another_shape_type_or_stride_is_refused(direct, other):
+    function = direct(Numbers().__call__)
+    for _ in range(3):
+        function(torch.ones(4))
+    with pytest.raises(RuntimeError, match="recompile"):
+        function(other)
+
+
+def test_what_a_direct_call_would_not_leave_behind_is_refused(direct):
+    kept = {}
+
+    def two(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + 1, x + 2
+
+    def keeps(x: Tensor) -> None:
+        kept["sum"] = x.sum()
+
+    for function in (two, keeps):
+        with pytest.raises(TypeError, match="returns one tensor or none"):
+            direct(function)(torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "bound"),
+    [
+        # Each is seen at the 100th gradient step.
+        (TD3, "size.fill_(min(global_step, capacity))", "size = torch.tensor(min(global_step, capacity))"),
+        (PPO, "annealed_lr.fill_(args.learning_rate * remaining)", "args.vf_coef = 0.5 * remaining"),
+    ],
+)
+def test_what_a_compiled_script_would_not_see_ends_its_run(name, written, bound):
+    torch._dynamo.reset()
+    with changed(name, written, bound), pytest.raises(RuntimeError, match=r"not the one it was|vf_coef"):
+        play(name, *ARGS[name], "--total-timesteps", 300, "--compile")
