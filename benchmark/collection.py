@@ -70,6 +70,8 @@ class Algorithm:
     """Stable-Baselines3's class"""
     sbx: str | None = None
     """SBX's class"""
+    rltools: str | None = None
+    """RLtools' function"""
 
     @property
     def on_policy(self) -> bool:
@@ -98,6 +100,7 @@ COLLECTION = {
         leanrl="sac_continuous_action",
         sb3="SAC",
         sbx="SAC",
+        rltools="SAC",
         checks=(
             Check("InvertedPendulum-v4", 30_000, 180, 400),
             Check("CartpoleSwingup-v1", 20_000, 120, 400, (ENVPOOL,)),
@@ -114,6 +117,7 @@ COLLECTION = {
         leanrl="td3_continuous_action",
         sb3="TD3",
         sbx="TD3",
+        rltools="TD3",
         checks=(
             Check("InvertedPendulum-v4", 30_000, 50, 400),
             Check("CartpoleSwingup-v1", 20_000, 80, 400, (ENVPOOL,)),

@@ -28,6 +28,7 @@ MODES = {
     "leanrl_both": Mode("original LeanRL", "_torchcompile", BOTH, library="leanrl"),
     "sb3": Mode("Stable-Baselines3", library="sb3"),
     "sbx": Mode("SBX (JAX)", library="sbx"),
+    "rltools": Mode("RLtools (C++)", library="rltools"),
     "eager": Mode("LeanRL eager", ""),
     "twin": Mode("LeanRL twin, no flag", "_torchcompile"),
     "compile": Mode("LeanRL", "_torchcompile", COMPILE),

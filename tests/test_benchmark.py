@@ -411,6 +411,42 @@ def test_a_script_of_the_original_leanrl_is_timed_by_what_it_logs(tmp_path):
     assert 100 < summary["sps"] <= 500
 
 
+# As RLtools, whose loop knows sizes and steps when it is compiled.
+OF_RLTOOLS = """
+import os, time
+def TD3(env_factory, interface_name, enable_evaluation, **sizes):
+    print("MKL found")
+    assert interface_name.isidentifier() and not enable_evaluation and os.environ["MKL_NUM_THREADS"]
+    assert env_factory().action_space.high == 1  # Pendulum-v1 itself has 2
+    expected = dict.fromkeys(("ACTOR_HIDDEN_DIM", "CRITIC_HIDDEN_DIM"), 64)
+    expected |= dict.fromkeys(("ACTOR_BATCH_SIZE", "CRITIC_BATCH_SIZE"), 32)
+    assert sizes == expected | {"N_WARMUP_STEPS": 50, "STEP_LIMIT": 100}
+    class State:
+        def __init__(self, seed):
+            self.seed, self.steps = seed, 0
+        def step(self):
+            self.steps += 1
+            assert self.seed == 2 and self.steps <= 100
+            time.sleep(0.01 if self.steps > 51 else 0)
+    return type("Module", (), {"State": State})
+"""
+
+
+def test_rltools_is_timed_from_the_first_step_that_learns(tmp_path):
+    (tmp_path / "rltools.py").write_text(OF_RLTOOLS)
+    (tmp_path / "mkl-9.dist-info").mkdir()
+    (tmp_path / "mkl-9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mkl\nVersion: 9\n")
+    program = ROOT / "benchmark" / "peers" / "rl_tools.py"
+    command = [sys.executable, program, "td3_continuous_action", "--env-id=Pendulum-v1", "--seed=2"]
+    command += ["--total-timesteps=100", "--learning-starts=50", "--batch-size=32", "--width=64"]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    process = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    summary = json.loads(process.stdout)
+    assert summary["script"] == "rltools" and summary["blas"] == "MKL 9"
+    assert 50 < summary["sps"] <= 100  # 49 steps of a hundredth of a second
+
+
 def profile(folder: Path, *args) -> int | str | None:
     """The status that a profile in this folder leaves with, run in this process."""
     with (
@@ -444,7 +480,7 @@ def test_a_profile_tells_where_the_time_goes(name, flags, tmp_path, capsys):
     assert min(parts[part] for part in known - {"waiting for the device"}) > 0
     assert sum(parts.values()) == pytest.approx(100, abs=0.5)
     assert parts.keys().isdisjoint(operators)
-    assert any(operator.startswith("Torch-Compiled Region" if flags else "aten::") for operator in operators)
+    assert any(operator.startswith("## Call CompiledFxGraph" if flags else "aten::") for operator in operators)
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     # Or num_steps, of which SHORT has as many.
     assert sum(event.get("name") == "environment" for event in events) == 50

@@ -308,7 +308,7 @@ def test_runs_of_the_original_leanrl_have_its_script_flags_and_interpreter(tmp_p
     assert (Path(program).name, script) == ("leanrl.py", "td3_continuous_action_torchcompile")
     assert "--compile" in flags and not {"--compile", "--cudagraphs"} & {*commands["leanrl"]}
     without = selection.select(selection.Args(peers=python), gpus=[])
-    assert {"cleanrl", "sb3", "sbx", "eager", "compile"} == {run.mode for run in without}
+    assert {"cleanrl", "sb3", "sbx", "rltools", "eager", "compile"} == {run.mode for run in without}
 
 
 def test_each_seed_of_the_selection_is_a_run_of_several_agents():
@@ -343,9 +343,9 @@ MATMUL = "--options does not take matmul-precision, which the mode tf32 sets"
     [
         (
             ["--modes", "fast"],
-            "--modes takes cleanrl, leanrl, leanrl_compile, leanrl_both, sb3, sbx, eager, ",
+            "--modes takes cleanrl, leanrl, leanrl_compile, leanrl_both, sb3, sbx, rltools, eager, ",
         ),
-        (["--modes", "sbx"], "--modes cleanrl, sb3, sbx need --peers"),
+        (["--modes", "sbx"], "--modes cleanrl, sb3, sbx, rltools need --peers"),
         (["--modes", "leanrl"], "--modes leanrl, leanrl_compile, leanrl_both need --leanrl: "),
         (["--leanrl", "/"], "--leanrl takes a clone of the original LeanRL, got /"),
         (["--profile", "check", "--env-ids", "A"], "--env-ids does not go with --profile check, "),

@@ -17,6 +17,7 @@ GREYS = (
     "#706050",
     "#999999",
     "#555555",
+    "#303030",
 )  # or nearly so: of the other libraries
 COLOURS = dict(zip(MODES, GREYS + HUES, strict=True))
 

@@ -25,7 +25,7 @@ import tyro
 from benchmark import LEANRL, RESULTS, ROOT
 from benchmark.collection import COLLECTION
 from benchmark.machine import provenance, run_for_summary
-from benchmark.modes import MODES, PEERS
+from benchmark.modes import MODES
 from benchmark.report import results
 from benchmark.report.tables import by, by_machine, markdown, ratio, spread
 from benchmark.terminal import check_interpreter, check_names, lines_of_output
@@ -42,6 +42,7 @@ STEPS = {"gymnasium": 60_000, "envpool": 120_000, "cleanrl": 10_000, "sb3": 10_0
 
 
 # Columns of the table.
+PEERS = ("cleanrl", "sb3", "sbx")
 BACKENDS = {mode: MODES[mode].label for mode in PEERS}
 BACKENDS |= {"gymnasium": "LeanRL", "envpool": "LeanRL, EnvPool"}
 

@@ -137,10 +137,10 @@ class Run:
             script = f"{COLLECTION[self.algorithm].leanrl}{mode.suffix}"
             which = [str(programs / "leanrl.py"), str(leanrl.absolute()), script]
             return [str(LEANRL_PYTHON), *which, *mode.flags, *options]
-        if self.mode == "cleanrl":
-            return [str(peers.absolute()), str(programs / "cleanrl.py"), self.algorithm, *options]
         if self.mode in PEERS:
-            return [str(peers.absolute()), str(programs / "sb3_sbx.py"), self.mode, self.algorithm, *options]
+            which = {"cleanrl": ["cleanrl.py"], "rltools": ["rl_tools.py"]}
+            program, *library = which.get(self.mode, ["sb3_sbx.py", self.mode])
+            return [str(peers.absolute()), str(programs / program), *library, self.algorithm, *options]
         return [sys.executable, str(script_of(self.algorithm, self.mode)), *mode.flags, *options]
 
 

@@ -1,0 +1,71 @@
+"""Train SAC or TD3 with RLtools (C++) and print a summary like those of the scripts.
+
+    python benchmark/peers/rl_tools.py SCRIPT --env-id=ID --seed=N --total-timesteps=N [--learning-starts=N]
+        [--batch-size=N] [--width=N]
+
+Same task and networks, same batches and number of gradient steps as the scripts have by default, or with the
+sizes that are given; everything else is the library's default. RLtools compiles its loop for these numbers,
+the steps included, at first use. It multiplies matrices by MKL, on OMP_NUM_THREADS threads, by default one
+for each core. Environments are those of Gymnasium. SPS counts from the first step that learns.
+A program named rltools.py would import itself, hence the name.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from contextlib import redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+
+START_TIME = time.perf_counter()
+
+import gymnasium as gym  # noqa: E402
+import rltools  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it runs in an environment of its own
+from benchmark.collection import COLLECTION  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("script", choices=[name for name, entry in COLLECTION.items() if entry.rltools])
+    parser.add_argument("--env-id", required=True)
+    for name in ("--seed", "--total-timesteps"):
+        parser.add_argument(name, type=int, required=True)
+    for name, default in (("--learning-starts", 0), ("--batch-size", 256), ("--width", 256)):
+        parser.add_argument(name, type=int, default=default)
+    args = parser.parse_args()
+    threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    os.environ.setdefault("MKL_NUM_THREADS", threads)
+    learning_starts = max(args.learning_starts, args.batch_size)
+    sizes = {f"{network}_HIDDEN_DIM": args.width for network in ("ACTOR", "CRITIC")}
+    sizes |= {f"{network}_BATCH_SIZE": args.batch_size for network in ("ACTOR", "CRITIC")}
+    sizes |= {"N_WARMUP_STEPS": learning_starts, "STEP_LIMIT": args.total_timesteps}
+    algorithm = COLLECTION[args.script].rltools
+    # What it compiled for other numbers stays in its cache.
+    name = "_".join(map(str, [algorithm, *sizes.values(), args.env_id])).replace("-", "_").replace("/", "_")
+
+    def make_env() -> gym.Env:
+        return gym.wrappers.RescaleAction(gym.make(args.env_id), -1, 1)
+
+    with redirect_stdout(sys.stderr):  # it tells which library for matrices it finds
+        train = getattr(rltools, algorithm)
+        module = train(make_env, interface_name=name, enable_evaluation=False, **sizes)
+    state = module.State(args.seed)
+    for _ in range(learning_starts + 1):
+        state.step()
+    start = time.perf_counter()
+    for _ in range(learning_starts + 1, args.total_timesteps):
+        state.step()
+    elapsed = time.perf_counter() - start
+    summary = {"script": "rltools", "blas": f"MKL {version('mkl')}"}
+    summary |= {"env_id": args.env_id, "seed": args.seed, "total_timesteps": args.total_timesteps}
+    summary |= {"sps": (args.total_timesteps - learning_starts - 1) / elapsed, "startup_seconds": None}
+    summary |= {"wall_seconds": time.perf_counter() - START_TIME, "device": "cpu"}
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()
