@@ -480,7 +480,8 @@ def test_a_profile_tells_where_the_time_goes(name, flags, tmp_path, capsys):
     assert min(parts[part] for part in known - {"waiting for the device"}) > 0
     assert sum(parts.values()) == pytest.approx(100, abs=0.5)
     assert parts.keys().isdisjoint(operators)
-    assert any(operator.startswith("## Call CompiledFxGraph" if flags else "aten::") for operator in operators)
+    called = "## Call CompiledFxGraph" if flags else "aten::"
+    assert any(operator.startswith(called) for operator in operators)
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     # Or num_steps, of which SHORT has as many.
     assert sum(event.get("name") == "environment" for event in events) == 50
