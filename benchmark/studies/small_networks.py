@@ -31,7 +31,7 @@ from benchmark.terminal import check_interpreter, lines_of_output
 
 SCRIPTS = ("sac_continuous_action", "td3_continuous_action")
 # Environment, batch and agent steps, of which the first thousand are random, by width.
-SIZES = {64: ("Pendulum-v1", 32, 11_000), 256: ("HalfCheetah-v4", 256, 2_500)}
+SIZES = {64: ("Pendulum-v1", 32, 11_000), 256: ("HalfCheetah-v4", 256, 2_000)}
 STARTS = 1000
 PROGRAMS = {"sbx": ("sb3_sbx.py", "sbx"), "rltools": ("rl_tools.py",)}
 FLAGS = {"twin": (), "compile": ("--compile",)}
