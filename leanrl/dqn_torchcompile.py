@@ -222,18 +222,18 @@ class Adam(nn.Module):
 class Compiled:
     """A function, compiled without a break, whose code is called directly with the tensors of the first call.
 
-    It takes tensors and returns one or none. As in a CUDA graph, only the values of tensors may change. The
-    second, the 100th and each 1000th call look whether anything else did, with a RuntimeError if so.
+    It takes tensors, returns one or none, and leaves all else in tensors that it writes to. As in a CUDA
+    graph, only values of tensors may change. Some calls look whether that is so, with a RuntimeError if not.
     """
 
     def __init__(self, function: Callable):
-        self.guarded = torch.compile(function, fullgraph=True)
-        self.calls, self.likeness, self.inputs = 0, None, []
+        self.guarded = torch.compile(function, fullgraph=True, dynamic=False)
+        self.calls, self.next_look, self.likeness, self.graph, self.inputs = 0, 1, None, None, []
 
     def __call__(self, *args: Tensor) -> Tensor | None:
         self.calls += 1
         likeness = [(arg.dtype, arg.device, arg.shape, arg.stride()) for arg in args]
-        if likeness != self.likeness or self.calls in (2, 100) or self.calls % 1000 == 0:
+        if self.calls == self.next_look or likeness != self.likeness:
             return self.look(likeness, args)
         for place, arg in zip(self.places, args, strict=True):
             self.inputs[place] = arg
@@ -242,28 +242,31 @@ class Compiled:
 
     def look(self, likeness: list[tuple], args: tuple[Tensor, ...]) -> Tensor | None:
         """Call it with the guards of `torch.compile`; note Inductor's graph and the tensors that it takes."""
+        self.next_look = self.calls + min(self.calls // 2 + 1, 997)  # odd and even calls, for what alternates
         call, notes = CompiledFxGraph.__call__, []
 
         def note(graph: CompiledFxGraph, inputs: list[Tensor]) -> list[Tensor]:
-            tensors = [tensor.detach() for tensor in inputs]
-            notes.append((graph, tensors, call(graph, inputs)))
-            return notes[-1][-1]
+            ids, tensors = [id(tensor) for tensor in inputs], [tensor.detach() for tensor in inputs]
+            results = call(graph, inputs)
+            notes.append((graph, ids, tensors, results))
+            return results
 
-        stance = torch.compiler.set_stance("fail_on_recompile" if self.inputs else "default")
+        stance = torch.compiler.set_stance("fail_on_recompile" if self.graph else "default")
         with stance, patch.object(CompiledFxGraph, "__call__", note):
             result = self.guarded(*args)
-        if len(notes) != 1:  # a PyTorch in which this has another name: all calls are guarded
+        if len(notes) != 1:  # another backend: each call is guarded
             return result
-        self.graph, inputs, results = notes[0]
-        addresses = [tensor.data_ptr() for tensor in inputs]
-        self.places = [addresses.index(arg.data_ptr()) for arg in args]
+        [(graph, ids, inputs, results)] = notes
+        if self.graph not in (None, graph) or any(ids.count(id(arg)) != 1 for arg in args):
+            raise RuntimeError("the function was compiled anew, or does not use each of its arguments")
+        self.places = [ids.index(id(arg)) for arg in args]
         for place, tensor in enumerate(self.inputs):
-            if place not in self.places and tensor.data_ptr() != addresses[place]:
+            if place not in self.places and tensor.data_ptr() != inputs[place].data_ptr():
                 shape = [*tensor.shape]
                 raise RuntimeError(f"a tensor of shape {shape} is not the one it was: write to it in place")
-        if len(results) != (1 if isinstance(result, Tensor) else 0):
-            raise TypeError("a compiled function returns one tensor or none, and leaves none elsewhere")
-        self.inputs, self.likeness = inputs, likeness
+        if len(results) != (result is not None) or any(tensor.requires_grad for tensor in results):
+            raise TypeError("a compiled function returns one tensor without history, or none")
+        self.graph, self.inputs, self.likeness = graph, inputs, likeness
         return result
 
 

@@ -142,17 +142,17 @@ class Numbers:
     """A function of its argument, a tensor and a number, with what may happen to them."""
 
     def __init__(self):
-        self.state, self.number = torch.zeros(4), 2.0
+        self.state, self.number, self.others = torch.zeros(4), 2.0, [torch.zeros(4), 3.0]
 
     def __call__(self, x: Tensor) -> Tensor:
         self.state.add_(x)
         return self.state * self.number
 
     def rebind(self) -> None:
-        self.state = self.state.clone()
+        self.state, self.others[0] = self.others[0], self.state
 
     def count(self) -> None:
-        self.number += 1
+        self.number, self.others[1] = self.others[1], self.number
 
 
 @pytest.fixture
@@ -171,21 +171,40 @@ def test_direct_calls_compute_on_the_tensors_of_the_first_call(direct):
             expected += x
             assert torch.equal(function(x), expected * 2)
     assert torch.equal(numbers.state, expected)
-    assert guarded.call_count == 5  # the first, and four that look
+    assert guarded.call_count == 18
 
 
-@pytest.mark.parametrize("calls", [1, 2, 98, 998])
+def test_arguments_stay_apart_from_each_other_and_from_tensors_that_they_are_views_of(direct):
+    rows = torch.arange(12.0).view(3, 4)
+    function = direct(lambda first, second: (rows.sum() + 10 * first.sum() - second).sum())
+    for call in range(40):
+        first, second = rows[call % 3], rows[0, :2] + call
+        assert function(first, second) == (rows.sum() + 10 * first.sum() - second).sum()
+
+
 @pytest.mark.parametrize("change", ["rebind", "count"])
-def test_a_tensor_or_number_that_is_not_what_it_was_ends_the_run_within_1000_calls(direct, change, calls):
+@pytest.mark.parametrize(("calls", "seen"), [(1, 2), (2, 4), (5, 7), (100, 139), (500, 709), (1100, 1597)])
+def test_a_tensor_or_number_that_is_not_what_it_was_is_seen_at_the_next_look(direct, change, calls, seen):
     numbers = Numbers()
     function = direct(numbers.__call__)
     for _ in range(calls):
         function(torch.ones(4))
     getattr(numbers, change)()
+    for _ in range(seen - calls - 1):
+        function(torch.ones(4))
     message = {"rebind": r"shape \[4\] is not the one it was", "count": r"number.* == 2\.0"}[change]
     with pytest.raises(RuntimeError, match=message):
-        for _ in range(1000):
+        function(torch.ones(4))
+
+
+@pytest.mark.parametrize("change", ["rebind", "count"])
+def test_what_alternates_is_seen(direct, change):
+    numbers = Numbers()
+    function = direct(numbers.__call__)
+    with pytest.raises(RuntimeError):
+        for _ in range(20):
             function(torch.ones(4))
+            getattr(numbers, change)()
 
 
 @pytest.mark.parametrize("other", [torch.ones(3), torch.ones(4, dtype=torch.float64), torch.ones(4, 2)[:, 0]])
@@ -197,8 +216,8 @@ def test_an_argument_of_another_shape_type_or_stride_is_refused(direct, other):
         function(other)
 
 
-def test_what_a_direct_call_would_not_leave_behind_is_refused(direct):
-    kept = {}
+def test_what_a_direct_call_would_not_give_or_take_is_refused(direct):
+    kept, param = {}, torch.ones(4, requires_grad=True)
 
     def two(x: Tensor) -> tuple[Tensor, Tensor]:
         return x + 1, x + 2
@@ -206,20 +225,47 @@ def test_what_a_direct_call_would_not_leave_behind_is_refused(direct):
     def keeps(x: Tensor) -> None:
         kept["sum"] = x.sum()
 
-    for function in (two, keeps):
-        with pytest.raises(TypeError, match="returns one tensor or none"):
+    def with_history(x: Tensor) -> Tensor:
+        return x * param
+
+    for function in (two, keeps, with_history, lambda x: x.add_(1) is not None):
+        with pytest.raises(TypeError, match="returns one tensor without history"):
             direct(function)(torch.ones(4))
+    with pytest.raises(RuntimeError, match="does not use each of its arguments"):
+        direct(lambda x, unused: x + 1)(torch.ones(4), torch.ones(4))
+
+
+def test_two_of_one_function_do_not_take_each_other_for_themselves(direct):
+    def add(number: float):
+        return direct(lambda x: x + number)
+
+    one, two = add(1), add(2)
+    for _ in range(5):
+        assert one(torch.zeros(2)).tolist() == [1, 1] and two(torch.zeros(2)).tolist() == [2, 2]
+
+
+def test_with_another_backend_each_call_is_guarded(direct):
+    numbers = Numbers()
+    with patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        function = direct(numbers.__call__)
+    with patch.object(function, "guarded", side_effect=function.guarded) as guarded:
+        assert [function(torch.ones(4))[0].item() for _ in range(5)] == [2, 4, 6, 8, 10]
+    assert guarded.call_count == 5
 
 
 @pytest.mark.parametrize(
-    ("name", "written", "bound"),
+    ("name", "written", "bound", "message"),
     [
-        # Each is seen at the 100th gradient step.
-        (TD3, "size.fill_(min(global_step, capacity))", "size = torch.tensor(min(global_step, capacity))"),
-        (PPO, "annealed_lr.fill_(args.learning_rate * remaining)", "args.vf_coef = 0.5 * remaining"),
+        (
+            TD3,
+            "size.fill_(min(global_step, capacity))",
+            "size = torch.tensor(min(global_step, capacity))",
+            r"shape \[\] is not the one it was",
+        ),
+        (PPO, "annealed_lr.fill_(args.learning_rate * remaining)", "args.vf_coef = remaining", "vf_coef"),
     ],
 )
-def test_what_a_compiled_script_would_not_see_ends_its_run(name, written, bound):
+def test_what_a_compiled_script_would_not_see_ends_its_run(name, written, bound, message):
     torch._dynamo.reset()
-    with changed(name, written, bound), pytest.raises(RuntimeError, match=r"not the one it was|vf_coef"):
+    with changed(name, written, bound), pytest.raises(RuntimeError, match=message):
         play(name, *ARGS[name], "--total-timesteps", 300, "--compile")

@@ -13,7 +13,9 @@ A program named rltools.py would import itself, hence the name.
 import argparse
 import json
 import os
+import re
 import sys
+import tempfile
 import time
 from contextlib import redirect_stdout
 from importlib.metadata import version
@@ -23,6 +25,7 @@ START_TIME = time.perf_counter()
 
 import gymnasium as gym  # noqa: E402
 import rltools  # noqa: E402
+from filelock import FileLock  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it runs in an environment of its own
 from benchmark.collection import COLLECTION  # noqa: E402
@@ -45,12 +48,13 @@ def main() -> None:
     sizes |= {"N_WARMUP_STEPS": learning_starts, "STEP_LIMIT": args.total_timesteps}
     algorithm = COLLECTION[args.script].rltools
     # What it compiled for other numbers stays in its cache.
-    name = "_".join(map(str, [algorithm, *sizes.values(), args.env_id])).replace("-", "_").replace("/", "_")
+    name = re.sub(r"\W", "_", "_".join(map(str, [algorithm, *sizes.values(), args.env_id])))
 
     def make_env() -> gym.Env:
         return gym.wrappers.RescaleAction(gym.make(args.env_id), -1, 1)
 
-    with redirect_stdout(sys.stderr):  # it tells which library for matrices it finds
+    lock = FileLock(Path(tempfile.gettempdir()) / f"rltools_{name}.lock")  # compile once, not at once
+    with redirect_stdout(sys.stderr), lock:  # it tells which library for matrices it finds
         train = getattr(rltools, algorithm)
         module = train(make_env, interface_name=name, enable_evaluation=False, **sizes)
     state = module.State(args.seed)
@@ -59,10 +63,10 @@ def main() -> None:
     start = time.perf_counter()
     for _ in range(learning_starts + 1, args.total_timesteps):
         state.step()
-    elapsed = time.perf_counter() - start
+    timed, elapsed = args.total_timesteps - learning_starts - 1, time.perf_counter() - start
     summary = {"script": "rltools", "blas": f"MKL {version('mkl')}"}
     summary |= {"env_id": args.env_id, "seed": args.seed, "total_timesteps": args.total_timesteps}
-    summary |= {"sps": (args.total_timesteps - learning_starts - 1) / elapsed, "startup_seconds": None}
+    summary |= {"sps": timed / elapsed if timed > 0 else None, "startup_seconds": None}
     summary |= {"wall_seconds": time.perf_counter() - START_TIME, "device": "cpu"}
     print(json.dumps(summary))
 

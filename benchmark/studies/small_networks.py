@@ -2,7 +2,7 @@
 
     ./run.sh python -m benchmark.studies.small_networks [--rounds R] [--peers PYTHON] [--output FILE]
 
-Times the twins, without flags and with --compile, on the CPU and on one thread, and, where there is an
+Times the twins, without flags and with --compile, on one core, and, where there is an
 interpreter with requirements/peers.txt, SBX and RLtools with the same sizes: two layers of 64 units and
 batches of 32 on Pendulum-v1, and the defaults (256 units, batches of 256) on HalfCheetah-v4. Our networks of
 64 units are those of copies of the twins. Everything once, then again, R times. Nothing else may run
@@ -62,7 +62,7 @@ def table(lines: list[dict]) -> str:
         speeds = [spread([line["sps"] for line in modes[mode]]) if mode in modes else "" for mode in COLUMNS]
         beside = ratio(modes["compile"], modes["rltools"]) if {"compile", "rltools"} <= {*modes} else ""
         rows.append([f"{script}, {width}-{width}, batch {batch}, {env_id}", *speeds, beside])
-    return markdown(["steps/s on one thread", *COLUMNS.values(), "LeanRL x RLtools"], rows)
+    return markdown(["steps/s on one core", *COLUMNS.values(), "LeanRL x RLtools"], rows)
 
 
 @dataclass
@@ -102,6 +102,8 @@ def main() -> int:
     check_interpreter("peers", args.peers)
     lines_of_output(args.output, check)
     os.environ["OMP_NUM_THREADS"] = "1"
+    if hasattr(os, "sched_setaffinity"):  # JAX takes all cores that it may
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     lines, failed = [], False
     for seed in range(1, args.rounds + 1):
         for width in SIZES:
