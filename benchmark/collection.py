@@ -25,7 +25,8 @@ OF_PPO += ("explained_variance",)
 class Check:
     """A short run of the profile check, and bounds for the mean return of its last 100 training episodes.
 
-    The bounds are the returns of seeds 11 and 12 with a margin; docs/learning.md has those of other seeds.
+    The least is below all returns of seeds 1, 2, 11 and 12 on two processors. The most is what the task
+    gives, or more than so short a run can reach. docs/learning.md has the returns.
     """
 
     env_id: str
@@ -102,8 +103,8 @@ COLLECTION = {
         sbx="SAC",
         rltools="SAC",
         checks=(
-            Check("InvertedPendulum-v4", 30_000, 180, 400),
-            Check("CartpoleSwingup-v1", 20_000, 120, 400, (ENVPOOL,)),
+            Check("InvertedPendulum-v4", 30_000, 150, 1000),
+            Check("CartpoleSwingup-v1", 20_000, 90, 1000, (ENVPOOL,)),
         ),
     ),
     "td3_continuous_action": Algorithm(
@@ -119,8 +120,8 @@ COLLECTION = {
         sbx="TD3",
         rltools="TD3",
         checks=(
-            Check("InvertedPendulum-v4", 30_000, 50, 400),
-            Check("CartpoleSwingup-v1", 20_000, 80, 400, (ENVPOOL,)),
+            Check("InvertedPendulum-v4", 30_000, 50, 1000),
+            Check("CartpoleSwingup-v1", 20_000, 45, 1000, (ENVPOOL,)),
         ),
     ),
     "ppo_continuous_action": Algorithm(
@@ -137,7 +138,7 @@ COLLECTION = {
         sbx="PPO",
         checks=(
             Check("InvertedPendulum-v4", 200_000, 950, 1000),
-            Check("CartpoleSwingup-v1", 500_000, 600, 880, (ENVPOOL, ("num-envs", "4"))),
+            Check("CartpoleSwingup-v1", 500_000, 600, 1000, (ENVPOOL, ("num-envs", "4"))),
         ),
     ),
     "ppo": Algorithm(
@@ -152,7 +153,7 @@ COLLECTION = {
         cleanrl="ppo",
         sb3="PPO",
         sbx="PPO",
-        checks=(Check("CartPole-v1", 200_000, 280, 500), Check("Acrobot-v1", 200_000, -130, -80)),
+        checks=(Check("CartPole-v1", 200_000, 280, 500), Check("Acrobot-v1", 200_000, -130, -60)),
     ),
     "ppo_atari_envpool": Algorithm(
         title="PPO for Atari",
@@ -165,7 +166,7 @@ COLLECTION = {
         seeds=(1, 2),
         cleanrl="ppo_atari_envpool",
         sb3="PPO",  # SBX has no policy for images
-        checks=(Check("Breakout-v5", 200_000, 3.5, 9),),
+        checks=(Check("Breakout-v5", 200_000, 3.5, 20),),
     ),
     "dqn": Algorithm(
         title="DQN",
@@ -180,7 +181,7 @@ COLLECTION = {
         leanrl="dqn",
         sb3="DQN",
         sbx="DQN",
-        checks=(Check("CartPole-v1", 150_000, 250, 500), Check("Acrobot-v1", 100_000, -140, -80)),
+        checks=(Check("CartPole-v1", 150_000, 250, 500), Check("Acrobot-v1", 100_000, -140, -60)),
     ),
 }
 
