@@ -13,6 +13,8 @@ class Mode:
     flags: tuple[str, ...] = ()
     library: str | None = None
     """the library whose script it is, by its field of the collection; None of ours"""
+    program: tuple[str, ...] = ()
+    """the program of peers/ that runs it, with its first argument"""
 
     @property
     def label(self) -> str:
@@ -22,13 +24,13 @@ class Mode:
 
 COMPILE, BOTH = ("--compile",), ("--compile", "--cudagraphs")
 MODES = {
-    "cleanrl": Mode("CleanRL", library="cleanrl"),
+    "cleanrl": Mode("CleanRL", library="cleanrl", program=("cleanrl.py",)),
     "leanrl": Mode("original LeanRL eager", "", library="leanrl"),
     "leanrl_compile": Mode("original LeanRL", "_torchcompile", COMPILE, library="leanrl"),
     "leanrl_both": Mode("original LeanRL", "_torchcompile", BOTH, library="leanrl"),
-    "sb3": Mode("Stable-Baselines3", library="sb3"),
-    "sbx": Mode("SBX (JAX)", library="sbx"),
-    "rltools": Mode("RLtools (C++)", library="rltools"),
+    "sb3": Mode("Stable-Baselines3", library="sb3", program=("sb3_sbx.py", "sb3")),
+    "sbx": Mode("SBX (JAX)", library="sbx", program=("sb3_sbx.py", "sbx")),
+    "rltools": Mode("RLtools (C++)", library="rltools", program=("rl_tools.py",)),
     "eager": Mode("LeanRL eager", ""),
     "twin": Mode("LeanRL twin, no flag", "_torchcompile"),
     "compile": Mode("LeanRL", "_torchcompile", COMPILE),

@@ -33,9 +33,8 @@ SCRIPTS = ("sac_continuous_action", "td3_continuous_action")
 # Environment, batch and agent steps, of which the first thousand are random, by width.
 SIZES = {64: ("Pendulum-v1", 32, 11_000), 256: ("HalfCheetah-v4", 256, 2_000)}
 STARTS = 1000
-PROGRAMS = {"sbx": ("sb3_sbx.py", "sbx"), "rltools": ("rl_tools.py",)}
-FLAGS = {"twin": (), "compile": ("--compile",)}
-COLUMNS = {mode: MODES[mode].label for mode in (*PROGRAMS, *FLAGS)}
+OURS = ("twin", "compile")
+COLUMNS = {mode: MODES[mode].label for mode in ("sbx", "rltools", *OURS)}
 
 
 class Line(results.Timing):
@@ -82,14 +81,14 @@ def measure(script: str, mode: str, width: int, seed: int, peers: Path | None) -
     given |= {"learning-starts": STARTS, "batch-size": batch_size}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if mode in PROGRAMS:
-            program, *library = PROGRAMS[mode]
+        if mode not in OURS:
+            program, *library = MODES[mode].program
             path = ROOT / "benchmark" / "peers" / program
             command = [peers.absolute(), path, *library, script, f"--width={width}"]
         else:
             path, copy = LEANRL / f"{script}_torchcompile.py", folder / f"{script}_torchcompile.py"
             copy.write_text(widened(script, width))
-            command = [sys.executable, copy, "--no-cuda", *FLAGS[mode]]
+            command = [sys.executable, copy, "--no-cuda", *MODES[mode].flags]
         options = [f"--{key}={value}" for key, value in given.items()]
         summary, _ = run_for_summary([*map(str, command), *options], folder)
     line = {"format": results.FORMAT, "status": "ok", "script": script, "env_id": env_id, "mode": mode}
@@ -108,7 +107,7 @@ def main() -> int:
     for seed in range(1, args.rounds + 1):
         for width in SIZES:
             for script in SCRIPTS:
-                for mode in COLUMNS if args.peers else FLAGS:
+                for mode in COLUMNS if args.peers else OURS:
                     try:
                         lines.append(measure(script, mode, width, seed, args.peers))
                     except RuntimeError as error:

@@ -138,8 +138,7 @@ class Run:
             which = [str(programs / "leanrl.py"), str(leanrl.absolute()), script]
             return [str(LEANRL_PYTHON), *which, *mode.flags, *options]
         if self.mode in PEERS:
-            which = {"cleanrl": ["cleanrl.py"], "rltools": ["rl_tools.py"]}
-            program, *library = which.get(self.mode, ["sb3_sbx.py", self.mode])
+            program, *library = mode.program
             return [str(peers.absolute()), str(programs / program), *library, self.algorithm, *options]
         return [sys.executable, str(script_of(self.algorithm, self.mode)), *mode.flags, *options]
 
