@@ -57,6 +57,8 @@ class Algorithm:
     """agent steps with random actions before it learns, in the long profiles; None where it is on-policy"""
     num_envs: int = 1
     """environments by default"""
+    own_env_ids: tuple[str, ...] = ()
+    """environments in place of those of its kind"""
     more_env_ids: tuple[str, ...] = ()
     """environments of the profile learning besides those of its kind"""
     seeds: tuple[int, ...] = (1, 2, 3)
@@ -81,7 +83,7 @@ class Algorithm:
     @property
     def env_ids(self) -> tuple[str, ...]:
         """The environments of the profile learning."""
-        return *ENV_IDS[self.actions], *self.more_env_ids
+        return *(self.own_env_ids or ENV_IDS[self.actions]), *self.more_env_ids
 
     @property
     def env_id(self) -> str:
@@ -123,6 +125,17 @@ COLLECTION = {
             Check("InvertedPendulum-v4", 30_000, 50, 1000),
             Check("CartpoleSwingup-v1", 20_000, 45, 1000, (ENVPOOL,)),
         ),
+    ),
+    "fast_td3": Algorithm(
+        title="FastTD3",
+        actions="continuous",
+        quick=40_000,
+        speed=60_000,
+        losses=OF_TWO_CRITICS,
+        full=5_000_000,
+        learning_starts=5_000,
+        num_envs=64,
+        own_env_ids=("CheetahRun-v1", "CartpoleSwingup-v1", "WalkerRun-v1"),
     ),
     "ppo_continuous_action": Algorithm(
         title="PPO for continuous actions",

@@ -255,11 +255,11 @@ class Flat(nn.Module):
 
 
 class Adam(nn.Module):
-    """`torch.optim.Adam` of one tensor (arXiv:1412.6980, algorithm 1), whose gradient has a bounded norm."""
+    """`torch.optim.AdamW` of one tensor (arXiv:1711.05101), Adam without decay, with the gradient clipped."""
 
-    def __init__(self, params: Tensor, lr: float | Tensor, eps: float = 1e-8, max_norm: float = math.inf):
+    def __init__(self, params: Tensor, lr: float | Tensor, eps=1e-8, max_norm=math.inf, decay=0.0):
         super().__init__()
-        self.params, self.lr, self.eps, self.max_norm = [params], lr, eps, max_norm
+        self.params, self.lr, self.eps, self.max_norm, self.decay = [params], lr, eps, max_norm, decay
         self.register_buffer("exp_avg", torch.zeros_like(params))
         self.register_buffer("exp_avg_sq", torch.zeros_like(params))
         self.register_buffer("step", torch.zeros((), device=params.device))
@@ -274,6 +274,7 @@ class Adam(nn.Module):
             exp_avg = self.exp_avg.lerp_(grad, 1 - beta1)
             exp_avg_sq = self.exp_avg_sq.lerp_(grad * grad, 1 - beta2)
             denominator = exp_avg_sq.sqrt() / (1 - beta2**step).sqrt() + self.eps
+            self.params[0].mul_(1 - self.lr * self.decay)
             self.params[0].sub_(exp_avg / denominator * (self.lr / (1 - beta1**step)))
 
 

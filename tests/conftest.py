@@ -76,6 +76,7 @@ ATARI = those(lambda name: algorithm(name).actions == "atari")
 NOT_ATARI = [name for name in SCRIPTS if name not in ATARI]
 DQN = [name for name in OFF_POLICY if name in DISCRETE]
 ACTOR_CRITIC = [name for name in OFF_POLICY if name not in DISCRETE]
+MANY = [name for name in OFF_POLICY if algorithm(name).num_envs > 1]  # environments, of EnvPool by default
 # Arguments for a run of some 300 steps that performs updates, one a step if it is off-policy.
 EACH_STEP = ("--train-frequency", "1", "--target-network-frequency", "3")
 SHORT = dict.fromkeys(OFF_POLICY, ("--learning-starts", "100", "--total-timesteps", "300"))
@@ -88,10 +89,17 @@ INNER = {
     *("args", "summary", "device", "folder", "START_TIME"),  # what runs, where and since when
     *("global_step", "updates", "returns", "updates_due"),  # how far it is
     *("envs", "env", "obs_moments", "return_moments"),  # what it learns in, and is evaluated in
-    *("act", "policy", "best_action", "prepare", "update", "kinds"),  # the algorithm
-    *("state", "losses", "buffer", "size", "rollout", "rollout_obs", "batch", "columns", "batch_columns"),
+    *("act", "policy", "best_action", "sample", "prepare", "update", "kinds"),  # the algorithm
+    *("state", "losses", "deviations", "buffer", "size", "columns"),  # what it has learnt and from what
+    *("rollout", "rollout_obs", "batch", "batch_columns"),
     *("folders", "writers", "states", "streams"),  # of many agents
 }
+
+
+def alone(name: str, args: tuple) -> tuple:
+    """Arguments for a new run, one environment of Gymnasium's in front unless they say something else."""
+    new = name in MANY and not {"--resume", "--evaluate"} & {*args}
+    return (*(("--env-backend", "gymnasium", "--num-envs", "1") if new else ()), *args)
 
 
 def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> dict:
@@ -101,7 +109,7 @@ def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> 
     did before, and the folder of the run is no longer locked.
     """
     path, logged = str(LEANRL / f"{name}.py"), {}
-    argv = [path, *map(str, args), "--cuda" if cuda else "--no-cuda"]
+    argv = [path, *map(str, alone(name, args)), "--cuda" if cuda else "--no-cuda"]
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     handlers = {number: signal.getsignal(number) for number in numbers}
     with (
@@ -202,7 +210,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 def cli(name: str, *args, env: dict[str, str] | None = None, **options) -> subprocess.CompletedProcess:
     """Run a script as a command with just these arguments; options are those of subprocess.run."""
-    command = [sys.executable, str(LEANRL / f"{name}.py"), *map(str, args)]
+    command = [sys.executable, str(LEANRL / f"{name}.py"), *map(str, alone(name, args))]
     with TemporaryDirectory() as directory:
         options = {"cwd": directory, "capture_output": True, "text": True} | options
         return subprocess.run(command, env=environment(**env or {}), **options)
@@ -241,7 +249,8 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def start(name: str, directory: Path, *args, **others) -> subprocess.Popen:
     """Start a run as a command; others are options of subprocess.Popen."""
-    command = [sys.executable, str(LEANRL / f"{name}.py"), "--no-cuda", "--env-id", "envs:Scripted-v0", *args]
+    args = ("--no-cuda", "--env-id", "envs:Scripted-v0", *args)
+    command = [sys.executable, str(LEANRL / f"{name}.py"), *alone(name, args)]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment()}
     options |= others
     return subprocess.Popen(command, cwd=directory, **options)
@@ -332,4 +341,4 @@ def assert_steps_by_hand(result: dict, by_hand: dict, rate: float) -> None:
             atol = 1e-4 if key.startswith("losses.") else 1e-5
             torch.testing.assert_close(actual[key], expected, rtol=1e-3, atol=atol, msg=f"{key}: {{}}".format)
         else:
-            assert (actual[key] - expected).abs().mean() < 0.02 * rate, key
+            assert (actual[key] - expected).abs().double().mean() < 0.02 * rate, key

@@ -111,6 +111,53 @@ def test_running_moments_are_those_of_all_rows(script, dtype):
     np.testing.assert_allclose(moments.standardise(rows), [[-10, 3], [0.5, 10]], rtol=1e-6)
 
 
+@each_script("EmpiricalNormalization")
+def test_observations_are_standardised_by_all_rows(script):
+    normalizer, draw = script["EmpiricalNormalization"](3, CPU), np.random.default_rng(0)
+    batches = [(draw.normal(50, 1 + n, (n, 3)) * [1, 1, 0]).astype(np.float32) for n in (1, 3, 50, 200)]
+    for index, batch in enumerate(batches):
+        normalizer.update(torch.from_numpy(batch))
+        seen = np.concatenate(batches[: index + 1]).astype(np.float64)
+        np.testing.assert_allclose(normalizer.mean, seen.mean(axis=0), rtol=1e-6)
+        np.testing.assert_allclose(normalizer.var, seen.var(axis=0), rtol=1e-4)
+    actual = normalizer(torch.from_numpy(seen[:5] + 0.5).float())
+    expected = (seen[:5] + 0.5 - seen.mean(axis=0)) / (seen.std(axis=0) + 0.01)
+    np.testing.assert_allclose(actual, expected, rtol=1e-3)  # the last, which has not moved, is 50
+
+
+# ---- Distributions of returns ------------------------------------------------------------------------------
+@each_script("project")
+def test_probabilities_go_to_the_nearest_of_the_support(script):
+    """A slow loop; the mean is kept, also of atoms on the support and at its ends."""
+    support, probs = torch.linspace(-2, 3, 11), torch.randn(40, 11).softmax(1)
+    factors = torch.tensor([1.0, 0.9, 0.5, 0.0]).repeat(10)[:, None]  # 0: terminated, all atoms are one
+    atoms = (2 * torch.randn(40, 1) * (torch.arange(40)[:, None] > 3) + factors * support).clamp(-2, 3)
+    expected = torch.zeros(40, 11)
+    for row in range(40):
+        for atom, prob in zip(atoms[row], probs[row], strict=True):
+            for place in range(11):
+                expected[row, place] += prob * max(0, 1 - abs(atom - support[place]) / 0.5)
+    actual = script["project"](probs, atoms, support)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual @ support, (probs * atoms).sum(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual[0], probs[0])  # r = 0, gamma = 1: as it was
+
+
+@each_script("multi_step_returns")
+def test_returns_of_several_steps(script):
+    """By hand: a whole window, a termination, a truncation, the newest row, and both of these."""
+    rewards = torch.tensor([[1.0, 2.0, 4.0]]).expand(5, 3)
+    terminated = torch.tensor([[0, 0, 0], [0, 1, 1], [0, 0, 0], [0, 0, 1], [1, 0, 0]]).float()
+    over = torch.tensor([[0, 0, 0], [0, 1, 1], [1, 0, 0], [0, 0, 1], [1, 0, 0]]).float()
+    newer = torch.tensor([2, 7, 7, 1, 0])
+    returns, factors, last = script["multi_step_returns"](
+        torch.stack([rewards, terminated, over], 2), newer, 0.5
+    )
+    torch.testing.assert_close(returns[:, 0], torch.tensor([3.0, 2.0, 1.0, 2.0, 1.0]))
+    torch.testing.assert_close(factors[:, 0], torch.tensor([0.125, 0, 0.5, 0.25, 0]))
+    assert last[:, 0].tolist() == [2, 1, 0, 1, 0]
+
+
 # ---- Flat networks and their optimizer ---------------------------------------------------------------------
 KINDS = [(name, kind) for name in TWINS for kind in ("Actor", "QNetwork", "Agent") if kind in load(name)]
 
@@ -142,13 +189,16 @@ def test_networks_and_their_flat_one_have_the_same_memory(name, kind):
             assert param.is_contiguous(memory_format=torch.channels_last), key
 
 
-@pytest.mark.parametrize(("lr", "eps", "max_norm"), [(0.01, 1e-8, math.inf), (torch.tensor(0.01), 1e-5, 1.0)])
-def test_adam_is_that_of_torch(lr, eps, max_norm):
+ADAMS = [(0.01, 1e-8, math.inf, 0.0), (torch.tensor(0.01), 1e-5, 1.0, 0.0), (0.01, 1e-8, math.inf, 0.3)]
+
+
+@pytest.mark.parametrize(("lr", "eps", "max_norm", "decay"), ADAMS)
+def test_adam_is_that_of_torch(lr, eps, max_norm, decay):
     """Of one twin, for all have it to the letter."""
     expected = torch.randn(13).requires_grad_()
     params = nn.Parameter(expected.detach().clone())
-    optimizer = torch.optim.Adam([expected], lr=0.01, eps=eps)
-    adam = load(TWINS[0])["Adam"](params, lr, eps=eps, max_norm=max_norm)
+    optimizer = torch.optim.AdamW([expected], lr=0.01, eps=eps, weight_decay=decay)
+    adam = load(TWINS[0])["Adam"](params, lr, eps=eps, max_norm=max_norm, decay=decay)
     for step in range(50):
         # From none and tiny to large: for the first steps' correction, epsilon and clipping to matter.
         expected.grad = torch.randn(13) * (10.0 ** (step % 10 - 8) if step % 7 else 0)

@@ -18,7 +18,20 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, DQN, OFF_POLICY, SCRIPTS, SHORT, TWINS, checkpoints, curves, play, run, start
+from conftest import (
+    ATARI,
+    DQN,
+    MANY,
+    OFF_POLICY,
+    SCRIPTS,
+    SHORT,
+    TWINS,
+    checkpoints,
+    curves,
+    play,
+    run,
+    start,
+)
 from envs import Bytes, Scripted, episode_end, game_rows, scripted_rows
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.testing import assert_close
@@ -36,7 +49,7 @@ LATER = count(9_000_000_000)  # TensorBoard reads the files of a folder by the s
 def short(name: str, steps: int = 300) -> tuple:
     """The arguments for a short run, at the end of which some of a gradient step is due."""
     rate = ("--train-frequency", 7, "--exploration-fraction", 1)
-    rate = rate if name in DQN else ("--updates-per-step", 0.7)
+    rate = rate if name in DQN else ("--num-updates", 1) if name in MANY else ("--updates-per-step", 0.7)
     small = ("--batch-size", 8, "--buffer-size", CAPACITY[name], *rate) if name in OFF_POLICY else ()
     return (*SHORT[name], *small, "--total-timesteps", steps)
 
@@ -102,7 +115,8 @@ def test_a_run_goes_on_from_what_was_saved(name, tmp_path):
     seeds = ([seed for env in conftest.instances(r) for seed in env.seeds] for r in (before, on))
     assert set.intersection(*map(set, seeds)) <= {None}
     if name in OFF_POLICY:  # as many gradient steps as in one run, and rows where they would be
-        assert on["updates"] == ((end - 101) // 7 if name in DQN else math.ceil(0.7 * (end - 101)))
+        each = 1 if name in MANY else 0.7
+        assert on["updates"] == ((end - 101) // 7 if name in DQN else math.ceil(each * (end - 101)))
         rows = (on["buffer"] != before["buffer"]).any(dim=1).nonzero().flatten().tolist()
         assert rows == sorted(step % CAPACITY[name] for step in range(300, 500))
     else:  # what is scheduled is so over the steps that the second run knows of
@@ -283,7 +297,8 @@ def best_actions(name: str, done: dict, obs: np.ndarray) -> np.ndarray:
         if name not in OFF_POLICY:
             obs = torch.from_numpy(done["obs_moments"].standardise(obs)).float()
             return state["agent"](obs)[0].numpy().clip(space.low, space.high)
-        actions = state["actor"](torch.from_numpy(obs).float())
+        see = state.get("obs_normalizer", torch.nn.Identity())
+        actions = state["actor"](see(torch.from_numpy(obs).float()))
         actions = torch.tanh(actions[0]) if isinstance(actions, tuple) else actions  # of a Gaussian, its mean
         return space.low + (actions.numpy() + 1) / 2 * (space.high - space.low)
 

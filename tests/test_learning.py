@@ -17,12 +17,14 @@ LEARN = {
     (True, "continuous"): (20_000, 3e-3, *ROLLOUTS, "--num-envs", 1),
     (True, "discrete"): (20_000, 3e-3, *ROLLOUTS, "--num-envs", 1),
 }
+# Values near those that there are.
+SUPPORT = ("--v-min", -2, "--v-max", 3)
 
 
 def learn(name: str) -> tuple[int, list]:
     """The steps of a script to learn to balance, and its arguments."""
     steps, rate, *args = LEARN[algorithm(name).on_policy, algorithm(name).actions]
-    return steps, [*args, *rates(name, rate)]
+    return steps, [*args, *rates(name, rate), *(SUPPORT if takes(name, "v_max") else ())]
 
 
 PROBES = {"ObservationReward": {value: value for value in (-0.8, -0.3, 0.2, 0.7)}}
@@ -44,7 +46,12 @@ def test_learnt_values_are_the_known_ones(name, probe):
             pairs = [
                 (critic, torch.full_like(obs, action)) for critic in ("qf1", "qf2") for action in (-1, 0, 1)
             ]
-            values = torch.cat([state[critic](obs, actions) for critic, actions in pairs], dim=1).T
+            values = [state[critic](obs, actions) for critic, actions in pairs]
+            if "obs_normalizer" in state:  # distributions
+                obs = state["obs_normalizer"](obs)
+                support = torch.linspace(*SUPPORT[1::2], 101)[:, None]
+                values = [state[critic](obs, actions).softmax(1) @ support for critic, actions in pairs]
+            values = torch.cat(values, dim=1).T
         elif name in DISCRETE:
             values = state["agent"](obs)[-1].T
         else:  # rewards, and so values, are in units of the deviation of returns
@@ -65,6 +72,7 @@ def test_actions_of_several_parts_are_learnt():
 def test_learns_to_balance(name):
     """At random a return is 3 or so; each of seeds 1 to 5 reaches 87 to 99."""
     steps, args = learn(name)
+    args += ["--v-max", 20] if takes(name, "v_max") else []
     args += [] if name in NOT_ATARI else ["--compile"]
     options = (*world(name, "Balance"), *args, "--gamma", 0.95, "--total-timesteps", steps, "--no-cuda")
     process = cli(name, *options)

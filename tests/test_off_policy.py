@@ -1,6 +1,7 @@
 """Off-policy scripts on environments and batches that are known: what is stored, counted and learnt."""
 
 import copy
+import math
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -16,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 actor_critic = pytest.mark.parametrize("name", ACTOR_CRITIC)
 discrete = pytest.mark.parametrize("name", DQN)
+FAST = [name for name in ACTOR_CRITIC if takes(name, "num_atoms")]
+fast = pytest.mark.parametrize("name", FAST)
 
 OBS_DIM, ACTION_DIM = 4, 2
 WORLDS = [(name, "Scripted") for name in OFF_POLICY] + [(name, "Bytes") for name in DQN]
@@ -26,11 +29,11 @@ OFTEN = [(1, 0.25, 8, 3), (1, 2, 62, 21), (4, 0.25, 8, 3), (4, 1, 30, 10)]
 FREQUENCIES = [(1, 1, 7), (1, 2, 6), (1, 4, 8), (1, 4, 3), (1, 3, 7), (1, 30, 31), (4, 1, 3), (4, 4, 8)]
 
 
-def fresh(name: str, num_envs: int = 1, *args, kind: str = "Scripted") -> dict:
+def fresh(name: str, num_envs: int = 1, *args, kind: str = "Scripted", **options) -> dict:
     """A run of 42 steps in a scripted world; learning starts after ten."""
     fixed = ("--batch-size", 4, "--learning-starts", 10, "--total-timesteps", 42)
     each_step = EACH_STEP if name in DQN else ()
-    return run(name, *world(name, kind), *fixed, *each_step, "--num-envs", num_envs, *args)
+    return run(name, *world(name, kind), *fixed, *each_step, "--num-envs", num_envs, *args, **options)
 
 
 # ---- Storage and counts ------------------------------------------------------------------------------------
@@ -52,7 +55,8 @@ def transition(name: str, row, next_obs: np.ndarray, action) -> np.ndarray:
         return np.concatenate([scalars.view(kind), obs.astype(kind), next_obs.astype(kind)])
     low, high = np.array([-1, -0.3]), np.array([0.7, 5])  # for the script from -1 to 1
     scaled = 2 * (action - low) / (high - low) - 1
-    return np.concatenate([obs, scaled, [row.reward, row.terminated], next_obs]).astype(np.float32)
+    outcome = [row.reward, row.terminated, *([row.over] if name in FAST else [])]
+    return np.concatenate([obs, scaled, outcome, next_obs]).astype(np.float32)
 
 
 @pytest.mark.parametrize(("num_envs", "buffer_size"), [(1, 1000), (1, 10), (3, 10)])
@@ -74,6 +78,53 @@ def test_transitions_are_stored_and_whole_episodes_counted(name, kind, num_envs,
     assert all(loss.isfinite().all() for loss in result["losses"].values())
 
 
+@pytest.mark.parametrize(("num_envs", "buffer_size"), [(1, 1000), (3, 1000), (3, 25)])
+@fast
+def test_returns_end_with_their_episode_and_with_the_newest_row(name, num_envs, buffer_size):
+    """Of every row of the replay buffer, by what the environments went through; one batch has them all."""
+    result = fresh(name, num_envs, "--buffer-size", buffer_size, "--num-steps", 4, "--gamma", 0.9)
+    rows, size = [of_env for step in history(result) for of_env in step], int(result["size"])
+    with patch("torch.randint", lambda *_, **__: torch.arange(size)):
+        obs, _, returns, discounts, next_obs = result["sample"]()
+    lengths, standardised = set(), result["state"]["obs_normalizer"]
+    for age in range(size):
+        window = rows[len(rows) - 1 - age :: num_envs][:4]
+        ends = [place for place, (row, *_) in enumerate(window) if row.over]
+        window = window[: ends[0] + 1] if ends else window
+        expected = sum(0.9**place * row.reward for place, (row, *_) in enumerate(window))
+        (first, *_), (last, after, _) = window[0], window[-1]
+        assert returns[age].item() == pytest.approx(expected, rel=1e-5)
+        assert discounts[age].item() == pytest.approx(0 if last.terminated else 0.9 ** len(window), rel=1e-5)
+        for actual, seen in ((obs, first.obs), (next_obs, after)):
+            torch.testing.assert_close(actual[age], standardised(torch.tensor(seen.ravel()).float()))
+        lengths.add((len(window), bool(ends), last.terminated))
+    assert len(lengths) > 5  # windows of all kinds
+    seen = np.array([row.obs.ravel() for row, *_ in rows])  # once each, however often they are drawn
+    np.testing.assert_allclose(standardised.mean, seen.mean(0), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(standardised.var, seen.var(0), rtol=1e-4, atol=1e-5)
+
+
+@fast
+def test_returns_do_not_go_on_in_the_episodes_after_a_checkpoint(name, tmp_path):
+    before = fresh(name, 3, "--save-model", directory=tmp_path)
+    [file] = conftest.checkpoints(tmp_path)
+    after = run(name, "--resume", file, "--total-timesteps", 60, directory=tmp_path)
+    over = [result["buffer"][39:42, 8] for result in (before, after)]
+    assert not over[0].all() and over[1].all()
+    torch.testing.assert_close(after["buffer"][:39], before["buffer"][:39], rtol=0, atol=0)
+
+
+@fast
+def test_an_episode_explores_with_a_deviation_of_its_own(name):
+    """Drawn between the bounds where it begins."""
+    runs = [fresh(name, 1, "--learning-starts", 100, "--total-timesteps", steps) for steps in range(1, 13)]
+    drawn = [float(result["deviations"]) for result in runs]
+    assert all(0.1 <= deviation <= 0.4 for deviation in drawn) and len({*drawn}) > 2
+    for (before, after), pair in zip(pairwise(runs), pairwise(drawn), strict=True):
+        assert (len(after["returns"]) > len(before["returns"])) == (pair[0] != pair[1])
+    assert (fresh(name, 3, "--std-min", 0.4)["deviations"] == torch.full((3, 1), 0.4)).all()
+
+
 # ---- Actions -----------------------------------------------------------------------------------------------
 @actor_critic
 def test_actions_reach_the_bounds_of_the_environment_and_explore_with_the_right_deviation(name):
@@ -89,7 +140,7 @@ def test_actions_reach_the_bounds_of_the_environment_and_explore_with_the_right_
         assert np.isclose(env.unwrapped.actions[-100:], bound).any(axis=0).all()
         assert (result["best_action"](np.zeros(OBS_DIM)) == sign).all()
     layer.bias.data.fill_(0)
-    noise, expected = result["act"](obs), 0.1
+    noise, expected = result["act"](obs), float(result.get("deviations", 0.1))
     if takes(name, "autotune"):
         noise, expected = noise.atanh(), float(np.exp(-1.5))  # halfway of the range of log(std)
     torch.testing.assert_close(noise.mean(0), torch.zeros(ACTION_DIM), rtol=0, atol=0.01)
@@ -161,7 +212,11 @@ def test_targets_begin_as_their_networks_and_alpha_at_1(name):
 @pytest.mark.parametrize(("num_envs", "updates_per_step", "updates", "of_the_actor"), OFTEN)
 @actor_critic
 def test_number_of_gradient_steps(name, num_envs, updates_per_step, updates, of_the_actor):
-    result = fresh(name, num_envs, "--updates-per-step", updates_per_step, "--policy-frequency", 3)
+    often = ("--updates-per-step", updates_per_step)
+    if name in FAST:  # as often as its environments step
+        often, updates = ("--num-updates", 2), {1: 62, 4: 16}[num_envs]
+        of_the_actor = math.ceil(updates / 3)
+    result = fresh(name, num_envs, *often, "--policy-frequency", 3)
     assert result["updates"] == conftest.gradient_steps(result, "q_optimizer") == updates
     times = 3 if takes(name, "autotune") else 1  # SAC makes up for the steps left out
     assert conftest.gradient_steps(result, "actor_optimizer") == of_the_actor * times
@@ -204,23 +259,28 @@ def test_gradient_steps_and_targets_of_dqn_have_their_turns(name, num_envs, trai
 
 
 # ---- Gradient steps ----------------------------------------------------------------------------------------
+NARROW = ("--critic-hidden-dim", 32, "--actor-hidden-dim", 32)  # the fewer units, the fewer close to 0
 BATCH, GAMMA, TAU, RATE, ACTOR_RATE = 32, 0.9, 0.1, 3e-3, 1e-3
 KNOWN = {
-    "sac_continuous_action": ("--policy-lr", ACTOR_RATE, "--q-lr", RATE),
-    "td3_continuous_action": ("--learning-rate", RATE, "--policy-noise", 0.4, "--noise-clip", 0.5),
-    "dqn": ("--learning-rate", RATE),
+    "sac_continuous_action": ("--policy-lr", ACTOR_RATE),
+    "td3_continuous_action": ("--policy-noise", 0.4, "--noise-clip", 0.5),
+    "fast_td3": ("--policy-noise", 0.4, *("--v-min", -4, "--v-max", 3, "--num-atoms", 15), *NARROW),
+    "dqn": (),
 }
 
 
 def known(name: str, *options) -> dict:
     """A run on the eve of gradient steps on random rows."""
     fixed = ("--batch-size", BATCH, "--gamma", GAMMA, "--tau", TAU, "--buffer-size", 1000)
-    result = fresh(name, 1, *fixed, *KNOWN[name.removesuffix("_torchcompile")], *options)
+    fixed += (*rates(name, RATE), *KNOWN[name.removesuffix("_torchcompile")])
+    result = fresh(name, 1, *fixed, *options)
     conftest.begin_anew(result, noise=0.1)
     buffer = result["buffer"].normal_()
     buffer[:, 2 if name in DQN else 7] = (torch.rand(len(buffer)) < 0.4).float()  # terminated
     if name in DQN:
         buffer[:, 0] = torch.randint(3, (len(buffer),)).float()
+    if name in FAST:  # over, which truncated rows are, too
+        buffer[:, 8] = torch.maximum(buffer[:, 7], (torch.rand(len(buffer)) < 0.2).float())
     return result
 
 
@@ -239,7 +299,8 @@ class ByHand:
             networks = [self.nets[name] for name in LEARN[key]]
             rate = ACTOR_RATE if key == "actor_optimizer" and "log_alpha" in self.nets else RATE
             params = [param for network in networks for param in network.requires_grad_(True).parameters()]
-            self.optimizers[key] = torch.optim.Adam(params, lr=rate)
+            decay = getattr(result["args"], "weight_decay", 0)
+            self.optimizers[key] = torch.optim.AdamW(params, lr=rate, weight_decay=decay)
 
     def batch(self, *widths: int) -> tuple[Tensor, ...]:
         indices = torch.randint(int(self.result["size"]), (BATCH,))
@@ -307,6 +368,46 @@ class ByHand:
             for network in ("actor", "qf1", "qf2"):
                 self.follow(f"{network}_target", network)
 
+    def windows(self) -> list[tuple[float, float, int, int]]:
+        """Of some rows the discounted rewards, the factor of the next value, and the first and last row."""
+        newest, found = int(self.result["size"]) - 1, []
+        rewards, terminated, over = self.result["buffer"][:, 6:9].T.tolist()
+        for first in (newest - torch.randint(newest + 1, (BATCH,))).tolist():
+            score, factor, last = rewards[first], GAMMA, first
+            while not over[last] and last < newest and last < first + 2:
+                last += 1
+                score, factor = score + factor * rewards[last], factor * GAMMA
+            found.append((score, 0.0 if terminated[last] else factor, first, last))
+        return found
+
+    def fast_td3(self, with_actor: bool) -> None:
+        scores, factors, first, last = zip(*self.windows(), strict=True)
+        buffer, see, atoms = self.result["buffer"], self.nets["obs_normalizer"], torch.arange(15) / 2 - 4
+        obs, actions, next_obs = see(buffer[[*first], :4]), buffer[[*first], 4:6], see(buffer[[*last], 9:])
+        noise = (0.4 * torch.randn_like(actions)).clip(-0.5, 0.5)
+        next_actions = (self.nets["actor"](next_obs) + noise).detach().clip(-1, 1)
+        probs = [self.nets[f"{key}_target"](next_obs, next_actions).softmax(1) for key in ("qf1", "qf2")]
+        targets = torch.zeros(BATCH, 15)
+        for row, (score, factor, one, other) in enumerate(zip(scores, factors, *probs, strict=True)):
+            landed = (score + factor * atoms).clip(-4, 3)
+            for place, prob in zip((landed + 4) * 2, min(one, other, key=lambda p: p @ landed), strict=True):
+                for atom in range(15):
+                    targets[row, atom] += prob * max(0, 1 - abs(place - atom))
+        for key in ("qf1", "qf2"):
+            log_probs = self.nets[key](obs, actions).log_softmax(1)
+            self.losses[f"{key}_values"] = (log_probs.exp() @ atoms).mean()
+            self.losses[f"{key}_loss"] = -(targets * log_probs).sum(1).mean()
+        loss = self.losses["qf1_loss"] + self.losses["qf2_loss"]
+        self.losses["qf_loss"] = loss / 2
+        self.learn("q_optimizer", loss)
+        for network in ("qf1", "qf2"):
+            self.follow(f"{network}_target", network)
+        if with_actor:
+            actions = self.nets["actor"](obs)
+            values = [self.nets[key](obs, actions).softmax(1) @ atoms for key in ("qf1", "qf2")]
+            self.losses["actor_loss"] = -torch.minimum(*values).mean()
+            self.learn("actor_optimizer", self.losses["actor_loss"])
+
     def dqn(self, with_target: bool) -> None:
         actions, rewards, terminated, obs, next_obs = self.batch(1, 1, 1, OBS_DIM, OBS_DIM)
         values, preferred = (self.nets[key](next_obs) for key in ("target_network", "q_network"))
@@ -324,6 +425,7 @@ class ByHand:
 STEPS = {
     "sac_continuous_action": [(True, True), (False, False), (True, True)],
     "td3_continuous_action": [(True,), (False,), (True,)],
+    "fast_td3": [(True,), (False,), (True,)],
     "dqn": [(False,), (True,), (False,)],
 }
 OPTIONS = [(name, ()) for name in KNOWN] + [

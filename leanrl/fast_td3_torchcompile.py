@@ -1,0 +1,896 @@
+# LeanRL 0.1.0
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "tensordict>=0.15.3,<0.16",
+#     "torch>=2.11,<2.16", "gymnasium[mujoco]>=1.4,<1.5", "mujoco>=3.6,<4", "numpy>=2,<3", "tyro>=1,<2",
+#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.16",
+#     "envpool>=1.2.5,<2",
+# ]
+# ///
+"""FastTD3: TD3 with a distributional critic and many parallel environments, for continuous actions.
+
+Paper: Seo et al., "FastTD3: Simple, Fast, and Capable Reinforcement Learning for Humanoid Control",
+       arXiv:2505.22642. The critic's equations are those of Bellemare et al., "A Distributional Perspective
+       on Reinforcement Learning", arXiv:1707.06887.
+Run:   python fast_td3_torchcompile.py --env-id CheetahRun-v1 --compile --cudagraphs
+Twin:  fast_td3.py, eager, computes the same, up to rounding and random numbers. Read their diff.
+Tags, at each place that differs; docs/tricks.md has a chapter on each:
+- [fast: one graph] the policy and each half of a gradient step: each is compiled without a break;
+- [fast: direct calls] compiled code is called without the guards of `torch.compile`, as a graph is;
+- [fast: flat] the parameters of a network are one tensor, and Adam a few operations on it in that graph;
+- [fast: both critics at once] one batched product in place of two;
+- [fast: numbers as tensors] a graph would freeze a number that changes;
+- [fast: losses in place] tensors to write to: what a captured function returns is cloned at each call;
+- [fast: graph capture] a CUDA graph launches a whole gradient step at once;
+- [fast: warm-up] all is compiled and captured before the first step, on the state, which is then put back;
+- [fast: overlapped copy] a GPU copies actions to the host while gradient steps are launched.
+
+Deviations from the paper's code, the first for two cores of a CPU; docs/fast_td3.md has its sizes:
+- 64 environments (1024), batches of 512 (32,768), networks from 256 units (critics from 1024, the actor 512);
+- batches are drawn from all rows alike; of the newest rows, too, whose returns have fewer steps;
+- exploring actions are kept in [-1, 1], in the replay buffer as well;
+- observations are standardised by what the environments gave, not also by each batch that was drawn;
+- the gradient steps come before the environment step: they see the buffer up to the previous transition.
+"""
+
+import time
+
+START_TIME = time.perf_counter()  # the imports below are part of the start-up
+
+import copy
+import json
+import math
+import os
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, NoReturn
+from unittest.mock import patch
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from filelock import FileLock, Timeout
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from tensordict.nn import CudaGraphModule
+from torch import Tensor, nn
+from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+from torch._inductor.output_code import CompiledFxGraph
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+# ---- Arguments ---------------------------------------------------------------------------------------------
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass
+class Args:
+    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
+    exp_name: str = Path(__file__).stem  # the name of this experiment
+    seed: NonNegativeInt = 1  # seed of the experiment
+    cuda: bool = True  # use a CUDA device if there is one
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: bfloat16
+    torch_deterministic: bool = False  # only deterministic algorithms: a seed repeats its run on a GPU, too
+    track: bool = False  # also send the logs to Weights & Biases
+    wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
+    wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
+    capture_video: bool = False  # record videos of the first environment under runs/<run>/videos
+    save_model: bool = False  # write a checkpoint at the end
+    checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
+    resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
+    evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
+    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; also makes one at the end
+    eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
+    log_every: PositiveInt = 100  # agent steps between two log entries
+    compile: bool = False  # compile the policy and the gradient step with torch.compile
+    cudagraphs: bool = False  # capture the policy and the gradient step as CUDA graphs
+
+    env_id: str = "CheetahRun-v1"  # the id of the environment: any with bounded vectors as actions
+    obs_keys: tuple[str, ...] | None = None  # the parts of an observation that the agent sees, else all
+    total_timesteps: PositiveInt = 5_000_000  # agent steps in all, over all environments
+    num_envs: PositiveInt = 64  # the number of parallel environments
+    env_backend: Literal["gymnasium", "envpool"] = "envpool"  # what steps the environments
+    env_threads: NonNegativeInt = 0  # the number of EnvPool's threads; 0: one for each core
+    buffer_size: PositiveInt = 1_000_000  # transitions that the replay buffer holds, over all environments
+    gamma: Fraction = 0.99  # the discount factor
+    tau: Fraction = 0.1  # how far target networks move towards their networks at each gradient step
+    batch_size: PositiveInt = 512  # the number of transitions in a gradient step
+    learning_starts: NonNegativeInt = 5_000  # agent steps before the first gradient step
+    num_updates: PositiveInt = 2  # gradient steps for each step of all environments
+    num_steps: PositiveInt = 3  # rewards in a return before a value stands for the others
+    critic_learning_rate: NonNegativeFloat = 3e-4  # the learning rate of the critics
+    actor_learning_rate: NonNegativeFloat = 3e-4  # the learning rate of the actor
+    weight_decay: NonNegativeFloat = 0.1  # the decay of weights in AdamW
+    policy_frequency: PositiveInt = 2  # gradient steps between two updates of the actor
+    policy_noise: NonNegativeFloat = 0.1  # the standard deviation of the noise on target actions in [-1, 1]
+    noise_clip: NonNegativeFloat = 0.5  # the bound on the noise on target actions
+    std_min: NonNegativeFloat = 0.1  # exploration noise: an episode draws its standard deviation between this
+    std_max: NonNegativeFloat = 0.4  # and this
+    critic_hidden_dim: Annotated[int, Field(ge=4)] = 256  # units of a critic's first layer, then 1/2 and 1/4
+    actor_hidden_dim: Annotated[int, Field(ge=4)] = 256  # units of the actor's first layer, then 1/2 and 1/4
+    num_atoms: Annotated[int, Field(ge=2)] = 101  # the values that a critic gives probabilities
+    v_min: float = -100.0  # the lowest of them: no return should be lower
+    v_max: float = 100.0  # the highest of them: no return should be higher
+
+
+# ---- Environment -------------------------------------------------------------------------------------------
+def make_env(args: Args, videos: Path | None = None) -> gym.Env:
+    """Build an environment with flat observations and actions in [-1, 1], filmed into the folder `videos`."""
+    if args.env_backend == "envpool":
+        env = Pool(args, [], filmed=videos is not None)
+    else:
+        warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature has figures of -v4
+        env = make(args, videos)
+        if videos and (renderer := getattr(env.unwrapped, "mujoco_renderer", None)):
+            import mujoco
+
+            # Gymnasium 1.4 lets a HalfCheetah run out of sight. Without such a camera this is -1, its choice.
+            renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
+        try:
+            env = gym.wrappers.FilterObservation(env, args.obs_keys) if args.obs_keys else env
+        except (TypeError, ValueError) as error:
+            refuse(f"--obs-keys: {error}")
+        if not env.observation_space.is_np_flattenable:
+            refuse(f"--env-id takes observations that can be flattened, not {env.observation_space}")
+        env = gym.wrappers.FlattenObservation(env)
+    return rescale_actions(film(args, env, videos))
+
+
+def rescale_actions(env: gym.Env) -> gym.Env:
+    """Have environments take actions in [-1, 1] in place of their own bounds."""
+    actions = env.action_space
+    floats = isinstance(actions, gym.spaces.Box) and actions.dtype.kind == "f" and actions.is_bounded()
+    if not (floats and len(actions.shape) == 1 and (actions.low < actions.high).all()):
+        refuse(f"--env-id takes bounded vectors of floats as actions, not {actions}")
+    # Scaling may round to just outside of the bounds.
+    env = gym.wrappers.TransformAction(env, lambda action: action.clip(actions.low, actions.high), actions)
+    return gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
+
+
+def make_envs(args: Args, seeds: list[int], videos: Path | None) -> gym.Env | SyncVectorEnv:
+    """Build all environments; the step that ends an episode also resets its environment (SAME_STEP)."""
+    if args.env_backend == "gymnasium":
+        env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(args.num_envs)]
+        return Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    if videos:
+        make_env(args, videos).close()  # refuses what does not render before all else
+        print("--capture-video: of EnvPool's environments only evaluation is filmed", file=sys.stderr)
+    envs = rescale_actions(SameStep(args, seeds))
+    envs.action_space = gym.vector.utils.batch_space(envs.action_space, args.num_envs)
+    return envs
+
+
+# ---- Networks ----------------------------------------------------------------------------------------------
+class QNetwork(nn.Module):
+    """Distributions of returns: (batch, obs_dim) and (batch, action_dim) to logits (batch, num_atoms)."""
+
+    def __init__(self, obs_dim: int, action_dim: int, device: torch.device, hidden_dim=256, num_atoms=101):
+        super().__init__()
+        self.fc1 = nn.Linear(obs_dim + action_dim, hidden_dim, device=device)
+        self.fc2 = nn.Linear(hidden_dim, hidden_dim // 2, device=device)
+        self.fc3 = nn.Linear(hidden_dim // 2, hidden_dim // 4, device=device)
+        self.fc4 = nn.Linear(hidden_dim // 4, num_atoms, device=device)
+
+    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
+        x = torch.cat([obs, actions], dim=1)
+        x = F.relu(self.fc1(x))
+        x = F.relu(self.fc2(x))
+        x = F.relu(self.fc3(x))
+        return self.fc4(x)
+
+
+class Actor(nn.Module):
+    """A deterministic policy: (batch, obs_dim) to actions in [-1, 1], (batch, action_dim)."""
+
+    def __init__(self, obs_dim: int, action_dim: int, device: torch.device, hidden_dim=256):
+        super().__init__()
+        self.fc1 = nn.Linear(obs_dim, hidden_dim, device=device)
+        self.fc2 = nn.Linear(hidden_dim, hidden_dim // 2, device=device)
+        self.fc3 = nn.Linear(hidden_dim // 2, hidden_dim // 4, device=device)
+        self.fc_mu = nn.Linear(hidden_dim // 4, action_dim, device=device)
+        nn.init.normal_(self.fc_mu.weight, std=0.01)  # first actions are little more than noise
+        nn.init.zeros_(self.fc_mu.bias)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        x = F.relu(self.fc1(obs))
+        x = F.relu(self.fc2(x))
+        x = F.relu(self.fc3(x))
+        return torch.tanh(self.fc_mu(x))
+
+
+class EmpiricalNormalization(nn.Module):
+    """The mean and variance of all rows so far, (batch, dim), by which it standardises rows.
+
+    A deviation near zero counts as 0.01: an input that has hardly moved yet may move later.
+    """
+
+    def __init__(self, dim: int, device: torch.device):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(dim, device=device))
+        self.register_buffer("var", torch.ones(dim, device=device))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=device))
+
+    def update(self, rows: Tensor) -> None:
+        """Take in rows, by the parallel algorithm of Chan et al. (1979)."""
+        total = self.count + len(rows)
+        share, delta = len(rows) / total, rows.mean(0) - self.mean
+        self.var.lerp_(rows.var(0, unbiased=False), share).add_(share * (1 - share) * delta**2)
+        self.mean.add_(share * delta)
+        self.count.copy_(total)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return (rows - self.mean) / (self.var.sqrt() + 0.01)
+
+
+def multi_step_returns(outcomes: Tensor, newer: Tensor, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns of several steps from windows of rows in turn, of one environment each (Sutton, 1988).
+
+    Takes rewards, terminated and over in `outcomes`, (batch, num_steps, 3), and how many rows there are after
+    the first of each window, `newer` (batch,): it ends there, or with the row that ends its episode. Returns,
+    all (batch, 1): the discounted rewards; the factor of the value that follows, 0 after a termination; the
+    place of a window's last row.
+    """
+    rewards, terminated, over = outcomes.unbind(2)
+    steps = torch.arange(outcomes.shape[1], device=outcomes.device)
+    inside = (over.cumsum(1) - over < 1) & (steps <= newer[:, None])
+    last = inside.sum(1, keepdim=True) - 1
+    returns = (gamma**steps * inside * rewards).sum(1, keepdim=True)
+    return returns, gamma ** (last + 1) * (1 - terminated.gather(1, last)), last
+
+
+def project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
+    """Probabilities of `atoms`, both (batch, num_atoms), shared out between their neighbours in `support`.
+
+    Algorithm 1 of arXiv:1707.06887. The support is evenly spaced, and no atom is outside of it.
+    """
+    place = (atoms - support[0]) / (support[1] - support[0])
+    lower = place.floor().clamp(0, len(support) - 2)
+    upper_share, lower = place - lower, lower.long()
+    projected = torch.zeros_like(probs).scatter_add(1, lower, probs * (1 - upper_share))
+    return projected.scatter_add(1, lower + 1, probs * upper_share)
+
+
+# [fast: flat] Adam and the updates of targets are few operations each. Measured for SAC: 1.05.
+class Flat(nn.Module):
+    """Networks of one class on one tensor, `params`; theirs become views of it, which take no gradient."""
+
+    def __init__(self, *networks: nn.Module):
+        super().__init__()
+        # Sizes that 16 divides come first and keep the next aligned. A list hides networks from nn.Module.
+        named = sorted(networks[0].named_parameters(), key=lambda item: item[1].numel() % 16 != 0)
+        several = [len(networks)] if len(networks) > 1 else []
+        self.networks, self.shapes = [*networks], {name: [*several, *param.shape] for name, param in named}
+        params = [network.get_parameter(name) for name in self.shapes for network in networks]
+        if any(hasattr(param, "flat") for param in params):
+            raise ValueError("a parameter is in another Flat already")
+        flat = nn.utils.parameters_to_vector(params).detach()
+        self.frozen = {name for name, param in named if not param.requires_grad}
+        if len({tuple(param.requires_grad for param in network.parameters()) for network in networks}) > 1:
+            raise ValueError("the same layers have to be frozen in all networks")
+        self.params = nn.Parameter(flat, requires_grad=any(param.requires_grad for param in params))
+        nn.utils.vector_to_parameters(flat, [param.requires_grad_(False) for param in params])
+        for param in params:
+            param.flat = True
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        parts = self.params.split([math.prod(shape) for shape in self.shapes.values()])
+        views = {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts, strict=True)}
+        views |= {name: views[name].detach() for name in self.frozen}
+        compute = partial(torch.func.functional_call, self.networks[0], args=inputs)
+        if len(self.networks) == 1:
+            return compute(views)
+        # [fast: both critics at once] (2, batch, ...): vmap makes one batched product of a layer of both.
+        return torch.vmap(compute, randomness="different")(views)
+
+
+class Adam(nn.Module):
+    """`torch.optim.AdamW` of one tensor (arXiv:1711.05101), Adam without decay, with the gradient clipped."""
+
+    def __init__(self, params: Tensor, lr: float | Tensor, eps=1e-8, max_norm=math.inf, decay=0.0):
+        super().__init__()
+        self.params, self.lr, self.eps, self.max_norm, self.decay = [params], lr, eps, max_norm, decay
+        self.register_buffer("exp_avg", torch.zeros_like(params))
+        self.register_buffer("exp_avg_sq", torch.zeros_like(params))
+        self.register_buffer("step", torch.zeros((), device=params.device))
+
+    def minimize(self, loss: Tensor) -> None:
+        """Take a step down the gradient of a loss; `backward()` and `step()` would break the graph."""
+        (grad,) = torch.autograd.grad(loss, self.params[0])
+        with torch.no_grad():
+            if self.max_norm < math.inf:
+                grad = grad * (self.max_norm / (grad.square().sum().sqrt() + 1e-6)).clamp(max=1)
+            step, beta1, beta2 = self.step.add_(1), 0.9, 0.999
+            exp_avg = self.exp_avg.lerp_(grad, 1 - beta1)
+            exp_avg_sq = self.exp_avg_sq.lerp_(grad * grad, 1 - beta2)
+            denominator = exp_avg_sq.sqrt() / (1 - beta2**step).sqrt() + self.eps
+            self.params[0].mul_(1 - self.lr * self.decay)
+            self.params[0].sub_(exp_avg / denominator * (self.lr / (1 - beta1**step)))
+
+
+# [fast: direct calls] Around small networks a call of `torch.compile` takes long; docs/tricks.md times it.
+class Compiled:
+    """A function, compiled without a break, whose code is called directly with the tensors of the first call.
+
+    It takes tensors, returns one or none, and leaves all else in tensors that it writes to. As in a CUDA
+    graph, only values of tensors may change. Some calls look whether that is so, with a RuntimeError if not.
+    """
+
+    def __init__(self, function: Callable):
+        self.guarded = torch.compile(function, fullgraph=True, dynamic=False)
+        self.calls, self.next_look, self.likeness, self.graph, self.inputs = 0, 1, None, None, []
+
+    def __call__(self, *args: Tensor) -> Tensor | None:
+        self.calls += 1
+        likeness = [(arg.dtype, arg.device, arg.shape, arg.stride()) for arg in args]
+        if self.calls == self.next_look or likeness != self.likeness:
+            return self.look(likeness, args)
+        for place, arg in zip(self.places, args, strict=True):
+            self.inputs[place] = arg
+        results = self.graph([*self.inputs])
+        return results[0] if results else None
+
+    def look(self, likeness: list[tuple], args: tuple[Tensor, ...]) -> Tensor | None:
+        """Call it with the guards of `torch.compile`; note Inductor's graph and the tensors that it takes."""
+        self.next_look = self.calls + min(self.calls // 2 + 1, 997)  # odd and even calls, for what alternates
+        call, notes = CompiledFxGraph.__call__, []
+
+        def note(graph: CompiledFxGraph, inputs: list[Tensor]) -> list[Tensor]:
+            ids, tensors = [id(tensor) for tensor in inputs], [tensor.detach() for tensor in inputs]
+            results = call(graph, inputs)
+            notes.append((graph, ids, tensors, results))
+            return results
+
+        stance = torch.compiler.set_stance("fail_on_recompile" if self.graph else "default")
+        with stance, patch.object(CompiledFxGraph, "__call__", note):
+            result = self.guarded(*args)
+        if len(notes) != 1:  # another backend: each call is guarded
+            return result
+        [(graph, ids, inputs, results)] = notes
+        if self.graph not in (None, graph) or any(ids.count(id(arg)) != 1 for arg in args):
+            raise RuntimeError("the function was compiled anew, or does not use each of its arguments")
+        self.places = [ids.index(id(arg)) for arg in args]
+        for place, tensor in enumerate(self.inputs):
+            if place not in self.places and tensor.data_ptr() != inputs[place].data_ptr():
+                shape = [*tensor.shape]
+                raise RuntimeError(f"a tensor of shape {shape} is not the one it was: write to it in place")
+        if len(results) != (result is not None) or any(tensor.requires_grad for tensor in results):
+            raise TypeError("a compiled function returns one tensor without history, or none")
+        self.graph, self.inputs, self.likeness = graph, inputs, likeness
+        return result
+
+
+# ---- Run: command line, checkpoints, signals, evaluation, vectors of environments --------------------------
+def refuse(message: str) -> NoReturn:
+    """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
+    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def command_line() -> list[str]:
+    """What was typed, with `--flag=False` and `--flag False` as `--no-flag`, and integers as 1e6 in full."""
+    typed, words = [], []
+    for word in sys.argv[1:]:
+        option, equals, value = word.partition("=")
+        typed += [option, value] if equals and option.startswith("--") else [word]
+    for word in typed:
+        kind = Args.__annotations__.get(words[-1][2:].replace("-", "_") if words else "")
+        if kind is bool and word in ("False", "false"):
+            words[-1] = f"--no-{words[-1][2:]}"
+        elif not (kind is bool and word in ("True", "true")):
+            whole = "int" in str(kind) and re.fullmatch(r"\d+\.?\d*[eE]\+?\d+", word) and float(word) % 1 == 0
+            words.append(f"{float(word):.0f}" if whole else word)
+    return words
+
+
+def parse_args() -> tuple[Args, dict]:
+    """The arguments, and the checkpoint that gives --resume its defaults, and --evaluate its environment."""
+    args, checkpoint, saved = tyro.cli(Args, args=command_line()), {}, {}
+    if args.resume and args.evaluate:
+        refuse("--resume and --evaluate exclude each other")
+    if args.resume or args.evaluate:
+        checkpoint = load_checkpoint(args)
+        kept = vars(args).keys() if args.resume else {"env_id", "env_backend", "obs_keys"}
+        saved = {name: checkpoint["args"][name] for name in sorted(kept & checkpoint["args"].keys())}
+        args = tyro.cli(Args, args=command_line(), default=Args(**saved))  # again, over these
+    try:
+        TypeAdapter(Args).validate_python(vars(args))
+    except ValidationError as invalid:
+        error = invalid.errors()[0]
+        refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
+    for name, value in saved.items():
+        option, now = f"--{name.replace('_', '-')}", getattr(args, name)
+        if now != value and name in ("env_id", "obs_keys", "seed", "num_envs", "buffer_size"):
+            refuse(f"{option} has to stay {value}, as in {checkpoint['file']}, got {now}")
+        if now != value and name != "resume":
+            print(f"{option} {now}{' from here on' if args.resume else ''}, it was {value}", file=sys.stderr)
+    return args, checkpoint
+
+
+def read(file: Path) -> dict:
+    """The content of a checkpoint, of which nothing is executed; empty if the file is none."""
+    try:
+        return dict(torch.load(file, map_location="cpu", weights_only=True))
+    except Exception:  # torch.load raises what it likes where a file is none of its own
+        return {}
+
+
+def load_checkpoint(args: Args) -> dict:
+    """Read the checkpoint to resume or evaluate, of a folder the newest."""
+    path = Path(args.resume or args.evaluate)
+    in_folder = path.glob("[0-9]*.pt" if args.resume else "*.pt")  # none if it is a file itself
+    file = max(in_folder, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
+    script = (checkpoint := read(file)).get("script")
+    if not script:
+        refuse(f"{file} is not a checkpoint or a folder with one")
+    if args.resume and (script != Path(__file__).stem or not file.stem.isdecimal()):
+        refuse(f"--resume takes a numbered checkpoint of this script, not {file} of {script}.py")
+    print(f"{'Going on from' if args.resume else 'Evaluating'} {file}", file=sys.stderr)
+    return checkpoint | {"file": file}
+
+
+def save_checkpoint(args: Args, writer: SummaryWriter, name: str, state: dict, progress: dict, **more):
+    """Write a checkpoint into the run's folder, whole or not at all; of numbered ones the newest two stay."""
+    writer.flush()  # so that the curves of a run that is killed have no gap
+    folder, checkpoint = Path(writer.log_dir), {key: item.state_dict() for key, item in state.items()}
+    checkpoint |= {"script": Path(__file__).stem, "args": asdict(args), "progress": progress, **more}
+    torch.save(checkpoint, folder / "checkpoint.new")
+    (folder / "checkpoint.new").replace(folder / name)
+    for outdated in sorted(folder.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-2]:
+        outdated.unlink()
+
+
+def load_states(state: dict, checkpoint: dict) -> None:
+    """Give modules and optimizers their states back; settings of an optimizer are those of the arguments."""
+    for name, item in state.items():
+        settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
+        item.load_state_dict(checkpoint[name] | settings)
+
+
+def stop_on_signals() -> list[int]:
+    """The list to which Ctrl+C and what Slurm sends add their numbers; the same one again ends at once."""
+    received = []
+
+    def note(number: int, _) -> None:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    for name in {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"} & {*dir(signal)}:  # not all on Windows
+        number = getattr(signal, name)
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, note)
+    return received
+
+
+def evaluate(
+    args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]
+) -> tuple[list[float], list[dict]]:
+    """Play whole episodes with a policy from an observation to an action: their returns and last infos.
+
+    The network is in evaluation mode meanwhile, as dropout and batch normalisation ask for.
+    """
+    returns, infos = [], []
+    network.eval()
+    seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10)
+    bar = tqdm(total=len(seeds), desc="evaluation", unit="episode", leave=not args.eval_every, miniters=0)
+    for seed in seeds.tolist():
+        (obs, info), over, steps, score = env.reset(seed=seed), False, 0, 0.0
+        while not over and not stopping:
+            obs, reward, terminated, truncated, info = env.step(policy(obs))
+            over, steps, score = np.any(terminated | truncated), steps + 1, score + np.sum(reward).item()
+            bar.postfix = f"step {steps}, return {score:.1f}"
+            bar.update(0)
+        bar.update(int(over))
+        returns += [score] if over else []
+        infos += [info.get(0, info)] if over else []  # of an environment of EnvPool's that is alone
+    bar.close()
+    env.close()
+    network.train()
+    return returns, infos
+
+
+def make(args: Args, videos: Path | None) -> gym.Env:
+    """What `gym.make` gives; errors of an environment of the user's own keep their traceback."""
+    try:
+        return gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
+    except gym.error.Error as error:  # such as of an id that there is not
+        refuse(f"--env-id {args.env_id}: {error}")
+    except Exception as error:
+        unloaded = "MUJOCO_GL" in os.environ and "mujoco" not in sys.modules  # whose import asks for it
+        told = ":" not in args.env_id and (unloaded or isinstance(error, ImportError | TypeError))
+        if not (told or (videos and "render_mode" in str(error))):
+            raise
+        refuse(f"--env-id {args.env_id}: {error}{'; unset MUJOCO_GL or install that library' * unloaded}")
+
+
+def film(args: Args, env: gym.Env, videos: Path | None) -> gym.Env:
+    """Have an environment filmed into the folder `videos`; refuses one that does not render."""
+    if not videos:
+        return env
+    try:
+        env.reset()
+        assert env.render() is not None, "no image"
+    except Exception as error:  # of whatever draws
+        refuse(f"--capture-video: {args.env_id} does not render: {type(error).__name__}: {error}")
+    return gym.wrappers.RecordVideo(env, str(videos), disable_logger=True)
+
+
+class Envs(SyncVectorEnv):
+    """Environments stepped in turn, with infos by index: to merge them takes 10 of the 74 us of a step."""
+
+    def _add_info(self, vector_infos: dict, env_info: dict, env_num: int) -> dict:
+        vector_infos.setdefault(env_num, {}).update(env_info)
+        return vector_infos
+
+
+class Pool(gym.Wrapper):
+    """EnvPool's environments, with vectors as observations: of named parts by the order of their names.
+
+    Without seeds, one to evaluate in, without the axis in front. EnvPool takes seeds of 31 bits.
+    """
+
+    def __init__(self, args: Args, seeds: list[int], filmed: bool = False):
+        self.alone = not seeds
+        seeds = seeds or np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(1).tolist()
+        try:
+            import envpool
+        except ImportError:
+            refuse("--env-backend envpool needs the package envpool: requirements/envpool.txt")
+        if args.env_id not in envpool.list_all_envs():
+            refuse(f"--env-id {args.env_id}: EnvPool has no such environment")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        options = {"num_envs": len(seeds), "num_threads": min(args.env_threads or cores, len(seeds))}
+        options |= {"seed": [seed >> 1 for seed in seeds], "render_mode": "rgb_array" if filmed else None}
+        try:
+            super().__init__(envpool.make(args.env_id, "gymnasium", **options))
+        except (ImportError, RuntimeError) as error:  # of what an environment needs
+            refuse(f"--env-id {args.env_id}: {error}")
+        if self.env.config.get("max_num_players", 1) > 1:
+            refuse(f"--env-id {args.env_id}: more than one player")
+        space = self.env.observation_space
+        self.keys = sorted(args.obs_keys or space) if isinstance(space, gym.spaces.Dict) else None
+        parts = {key: space.spaces.get(key) for key in self.keys} if self.keys else {"": space}
+        boxes = all(isinstance(part, gym.spaces.Box | gym.spaces.MultiBinary) for part in parts.values())
+        if not boxes or (args.obs_keys and not self.keys):
+            refuse(f"--env-id and --obs-keys take boxes as observations, of {space}")
+        self.observation_space = gym.spaces.flatten_space(gym.spaces.Dict(parts))
+
+    def vectors(self, obs: np.ndarray | dict[str, np.ndarray]) -> np.ndarray:
+        """Observations as they come from EnvPool, of n environments, as (n, obs_dim), or of one."""
+        parts = [obs[key] for key in self.keys] if self.keys else [obs]
+        vectors = np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
+        return vectors[0] if self.alone else vectors
+
+    def reset(self, **_) -> tuple[np.ndarray, dict]:
+        return self.vectors(self.env.reset()[0]), {}
+
+    def step(self, actions: np.ndarray) -> tuple:
+        actions = np.asarray(actions)[None] if self.alone else actions
+        obs, rewards, terminated, truncated, info = self.env.step(actions)
+        infos = {index: {"is_success": success} for index, success in enumerate(info.get("is_success", ()))}
+        return self.vectors(obs), rewards, terminated, truncated, infos
+
+    def render(self) -> np.ndarray:
+        return self.env.render(env_ids=[0])[0]
+
+
+class SameStep(Pool):
+    """A pool of which the step that ends an episode also resets its environment; infos are Gymnasium's."""
+
+    def step(self, actions: np.ndarray) -> tuple:
+        obs, rewards, terminated, truncated, infos = super().step(actions)
+        over = np.flatnonzero(terminated | truncated)
+        infos = {index: {"final_obs": obs[index], "final_info": infos.get(index, {})} for index in over}
+        if len(over):
+            obs = obs.copy()
+            obs[over] = self.vectors(self.env.reset(over)[0])
+        return obs, rewards, terminated, truncated, infos
+
+
+if __name__ == "__main__":
+    # ---- Setup ---------------------------------------------------------------------------------------------
+    args, checkpoint = parse_args()
+    if args.buffer_size < max(args.batch_size, args.num_envs):
+        refuse(f"--buffer-size has to hold a batch and a step of all environments, got {args.buffer_size}")
+    for low, high in (("v_min", "v_max"), ("std_min", "std_max")):
+        if getattr(args, low) > getattr(args, high):
+            refuse(f"--{low} has to be below --{high}".replace("_", "-"))
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    if args.cuda and device.type == "cpu":
+        print("CUDA is not available: running on the CPU", file=sys.stderr)
+    if args.torch_deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for cuBLAS, read at its first use
+        torch.use_deterministic_algorithms(True)
+    torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    torch.manual_seed(args.seed)
+
+    progress = {"global_step": 0, "updates": 0, "returns": [], "successes": []}
+    progress |= {"last_eval": 0, "best_eval": -math.inf} | (checkpoint["progress"] if args.resume else {})
+    global_step, updates = progress["global_step"], progress["updates"]
+    returns, successes = progress["returns"], progress["successes"]  # these very lists
+
+    name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
+    folder = checkpoint["file"].parent if args.resume else Path("runs", name)
+    folder.mkdir(parents=True, exist_ok=bool(args.resume))
+    try:
+        lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
+    except Timeout:
+        refuse(f"--resume: a run is at work in {folder}")
+    best = folder / "best.pt"
+    if read(best).get("progress", progress)["global_step"] > global_step:
+        best.unlink()  # of steps that are done again
+        progress["best_eval"] = -math.inf
+
+    videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
+    sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
+    seed, *env_seeds = sequence.generate_state(1 + args.num_envs).tolist()
+    envs = make_envs(args, env_seeds, videos)
+    obs_dim, action_dim = envs.observation_space.shape[-1], envs.action_space.shape[-1]
+
+    parts = envs.unwrapped.observation_space  # of EnvPool
+    keys = {*(args.obs_keys or parts)} if isinstance(parts, gym.spaces.Dict) else {}
+    hidden = len(keys) > 1 and "privileged_state" in keys
+    # Only the critics see a privileged state, which comes before the others.
+    actor_dim = obs_dim - (parts["privileged_state"].shape[0] if hidden else 0)
+    actor = Actor(actor_dim, action_dim, device, args.actor_hidden_dim)
+    sizes = (obs_dim, action_dim, device, args.critic_hidden_dim, args.num_atoms)
+    qf1, qf2 = QNetwork(*sizes), QNetwork(*sizes)
+    qf1_target, qf2_target = (copy.deepcopy(qf).requires_grad_(False) for qf in (qf1, qf2))
+    flat_actor = Flat(actor)  # [fast: flat]
+    flat_qf, flat_qf_target = Flat(qf1, qf2), Flat(qf1_target, qf2_target)  # [fast: both critics at once]
+    actor_optimizer = Adam(flat_actor.params, lr=args.actor_learning_rate, decay=args.weight_decay)
+    q_optimizer = Adam(flat_qf.params, lr=args.critic_learning_rate, decay=args.weight_decay)
+    obs_normalizer = EmpiricalNormalization(obs_dim, device)
+    # What checkpoints hold beside the replay buffer: add modules and optimizers of your own.
+    state = {"actor": actor, "qf1": qf1, "qf2": qf2, "actor_optimizer": actor_optimizer}
+    state |= {"qf1_target": qf1_target, "qf2_target": qf2_target, "q_optimizer": q_optimizer}
+    state |= {"obs_normalizer": obs_normalizer}
+    support = torch.linspace(args.v_min, args.v_max, args.num_atoms, device=device)
+    deviations = torch.empty(args.num_envs, 1, device=device).uniform_(args.std_min, args.std_max)
+
+    # A row of the replay buffer is a whole transition: one copy stores it, one gather fetches a batch.
+    columns = [obs_dim, action_dim, 1, 1, 1, obs_dim]  # obs, action, reward, terminated, over, next obs
+    capacity = 0 if args.evaluate else args.buffer_size // args.num_envs * args.num_envs
+    buffer = torch.zeros(capacity, sum(columns), device=device)
+    # [fast: numbers as tensors] Rows written, and of them in use, at least one for the warm-up.
+    written = torch.tensor(max(global_step, 1), device=device)
+    size = written.clamp(max=capacity)
+    names = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss", "actor_loss")
+    losses = {name: torch.zeros((), device=device) for name in names}  # [fast: losses in place]
+
+    # ---- Algorithm -----------------------------------------------------------------------------------------
+    def act(obs: Tensor) -> Tensor:
+        """Actions for obs (num_envs, obs_dim), the policy's with noise on them: (num_envs, action_dim)."""
+        with torch.no_grad():
+            obs_normalizer.update(obs)
+            mean = actor(obs_normalizer(obs)[:, -actor_dim:])
+            return (mean + deviations * torch.randn_like(mean)).clamp(-1, 1)
+
+    def best_action(obs: np.ndarray) -> np.ndarray:
+        """The policy's action, (action_dim,), at one observation, (obs_dim,)."""
+        with torch.no_grad():
+            obs = torch.as_tensor(obs, dtype=torch.float32, device=device)[None]
+            return actor(obs_normalizer(obs)[:, -actor_dim:])[0].cpu().numpy()
+
+    def sample() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """A batch: observations, actions, returns, factors of the next values, next observations."""
+        # [fast: numbers as tensors] 0: the last row that was stored
+        ages = torch.randint(2**62, (args.batch_size,), device=device) % size
+        steps = args.num_envs * torch.arange(args.num_steps, device=device)  # rows of an environment
+        rows = ((written - 1 - ages)[:, None] + steps) % capacity  # [fast: numbers as tensors]
+        outcomes = buffer[rows, obs_dim + action_dim : -obs_dim]
+        returns, discounts, last = multi_step_returns(outcomes, ages // args.num_envs, args.gamma)
+        obs, actions, *_ = buffer.index_select(0, rows[:, 0]).split(columns, dim=1)
+        *_, next_obs = buffer.index_select(0, rows.gather(1, last)[:, 0]).split(columns, dim=1)
+        return obs_normalizer(obs), actions, returns, discounts, obs_normalizer(next_obs)
+
+    def update_critics() -> Tensor:
+        """One gradient step of the critics on a new batch; returns its observations (batch_size, obs_dim)."""
+        with torch.no_grad():
+            obs, actions, returns, discounts, next_obs = sample()
+            noise = (args.policy_noise * torch.randn_like(actions)).clamp(-args.noise_clip, args.noise_clip)
+            next_actions = (flat_actor(next_obs[:, -actor_dim:]) + noise).clamp(-1, 1)  # [fast: flat]
+            atoms = (returns + discounts * support).clamp(args.v_min, args.v_max)
+            probs1, probs2 = flat_qf_target(next_obs, next_actions).softmax(2)  # [fast: both critics at once]
+            lower = (probs1 * atoms).sum(1, keepdim=True) < (probs2 * atoms).sum(1, keepdim=True)
+            target = project(torch.where(lower, probs1, probs2), atoms, support)
+        qf1_logits, qf2_logits = flat_qf(obs, actions)  # [fast: both critics at once]
+        qf1_loss, qf2_loss = F.cross_entropy(qf1_logits, target), F.cross_entropy(qf2_logits, target)
+        q_optimizer.minimize(qf1_loss + qf2_loss)  # [fast: flat]
+        qf1_values, qf2_values = ((logits.softmax(1) * support).sum(1) for logits in (qf1_logits, qf2_logits))
+        record(qf1_values=qf1_values.mean(), qf2_values=qf2_values.mean())
+        record(qf1_loss=qf1_loss, qf2_loss=qf2_loss, qf_loss=(qf1_loss + qf2_loss) / 2)
+        flat_qf_target.params.lerp_(flat_qf.params.detach(), args.tau)  # [fast: flat]
+        return obs
+
+    def update_actor(obs: Tensor) -> None:
+        """One gradient step of the actor on obs (batch_size, obs_dim)."""
+        actions = flat_actor(obs[:, -actor_dim:])  # [fast: flat]
+        qf_values = (flat_qf(obs, actions).softmax(2) * support).sum(2)  # [fast: both critics at once]
+        actor_loss = -torch.minimum(*qf_values).mean()
+        actor_optimizer.minimize(actor_loss)  # [fast: flat]
+        record(actor_loss=actor_loss)
+
+    def update(with_actor: bool) -> None:
+        """One gradient step on a new batch."""
+        obs = update_critics()
+        if with_actor:
+            update_actor(obs)
+
+    def record(**values: Tensor) -> None:
+        """Keep the latest values for the log; nothing waits for the device here."""
+        for name, value in values.items():
+            losses[name].copy_(value.detach())  # [fast: losses in place]
+
+    def log_losses() -> None:
+        """Write the latest losses; one that is not finite ends the run."""
+        for name, loss in zip(losses, torch.stack([*losses.values()]).tolist(), strict=True):  # sync
+            writer.add_scalar(f"losses/{name}", loss, global_step)
+            if not math.isfinite(loss):
+                sys.exit(f"{Path(__file__).name}: error: {name} is {loss} at step {global_step}")
+
+    # ---- Training ------------------------------------------------------------------------------------------
+    if args.evaluate or args.resume:
+        evaluated = {"actor": actor, "obs_normalizer": obs_normalizer}
+        load_states(evaluated if args.evaluate else state, checkpoint)
+    if args.resume:
+        buffer[:size] = checkpoint.pop("buffer")
+        newest = (global_step - 1 - torch.arange(args.num_envs, device=device)) % capacity
+        buffer[newest, -obs_dim - 1] = 1  # over: what follows is another episode
+
+    # [fast: one graph] The policy and the two halves of a gradient step. Measured: 1.30 times eager.
+    if args.compile:
+        torch._dynamo.config.trace_autograd_ops = True  # the gradient, too, without a break
+        torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
+        torch._inductor.config.fallback_random = device.type == "cpu"  # as eager, and faster
+        torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes 5 s
+        torch._inductor.config.split_reductions = False  # small sums: 10 of 45 launches less on a GPU
+        act, update_critics, update_actor = map(Compiled, (act, update_critics, update_actor))
+    # [fast: graph capture] One launch for all kernels of a call. A graph has no branches: one for each kind.
+    cudagraphs = args.cudagraphs and device.type == "cuda"
+    kinds = [(True,)] if args.policy_frequency == 1 else [(True,), (False,)]
+    if cudagraphs:
+        act = CudaGraphModule(act, warmup=5, device=device)
+        graphs = {kind: CudaGraphModule(partial(update, *kind), warmup=5, device=device) for kind in kinds}
+
+        def update(*kind: bool) -> None:
+            graphs[kind]()
+
+    elif args.cudagraphs:
+        print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
+    # [fast: warm-up] Compile, warm up and capture before the first step, on the state, and put it back.
+    if (args.compile or cudagraphs) and not args.evaluate:
+        saved = {name: copy.deepcopy(item.state_dict()) for name, item in state.items()}
+        try:
+            for kind in (6 if cudagraphs else 1) * kinds:  # captured: four warm up, one records, one replays
+                act(torch.zeros(args.num_envs, obs_dim, device=device))
+                update(*kind)
+        except InductorError as error:  # no C++ compiler, no Python.h, a space in a path
+            if not isinstance(error.inner_exception, CppCompileError | InvalidCxxCompiler):
+                raise
+            refuse(f"--compile: {str(error.inner_exception)[-300:]}")
+        load_states(state, saved)
+
+    torch.manual_seed(seed)
+    envs.action_space.seed(seed)
+    obs = envs.reset(seed=env_seeds)[0].astype(np.float32)
+
+    if args.track:
+        import wandb
+
+        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
+        run |= {"id": folder.name[-64:], "name": folder.name, "resume": "allow", "save_code": True}
+        wandb.init(**run, sync_tensorboard=True)
+    writer = SummaryWriter(str(folder), purge_step=global_step + 1 if args.resume else None)  # later ones go
+    table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
+    writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
+
+    last = bool(args.evaluate) or global_step >= args.total_timesteps
+    bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
+    stopping = stop_on_signals()
+    first_update, saved_step = updates, global_step
+    episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
+    eval_every, checkpoint_every = args.eval_every or math.inf, args.checkpoint_every or math.inf  # never
+    actions_arrived = torch.get_device_module(device).Event()  # [fast: overlapped copy]
+    startup_seconds = time.perf_counter() - START_TIME
+    sps, sps_step, sps_time = None, global_step, time.perf_counter()
+    with closing(envs), writer, bar:
+        while not last:
+            if updates == first_update:
+                sps_step, sps_time = global_step, time.perf_counter()  # from the first step that learns
+            # [fast: overlapped copy] It is under way: `actions` shows them only after `synchronize`.
+            actions = act(torch.from_numpy(obs).to(device, non_blocking=True))
+            actions = actions.to("cpu", non_blocking=True).numpy()
+            actions_arrived.record()
+
+            for _ in range(args.num_updates if global_step > args.learning_starts else 0):
+                update(updates % args.policy_frequency == 0)  # a GPU still works while the environments step
+                updates += 1
+
+            actions_arrived.synchronize()  # [fast: overlapped copy] sync
+            next_obs, rewards, terminated, truncated, infos = envs.step(actions)
+            position, global_step = global_step % capacity, global_step + args.num_envs
+            final_obs, over = next_obs.copy(), terminated | truncated
+            episode_return += rewards
+            episode_length += 1
+            for index in np.flatnonzero(over):
+                final_obs[index], info = infos[index]["final_obs"], infos[index]["final_info"]
+                returns.append(episode_return[index].item())
+                writer.add_scalar("charts/episodic_return", returns[-1], global_step)
+                writer.add_scalar("charts/episodic_length", episode_length[index], global_step)
+                episode_return[index] = episode_length[index] = 0
+                deviations[index].uniform_(args.std_min, args.std_max)
+                if "is_success" in info:
+                    successes.append(float(info["is_success"]))
+                    writer.add_scalar("charts/success_rate", np.mean(successes[-100:]), global_step)
+
+            outcomes = np.stack([rewards, terminated, over], axis=1)
+            transitions = [obs, actions, outcomes, final_obs]
+            rows = np.concatenate(transitions, axis=1, dtype=np.float32)
+            if not np.isfinite(rows).all():
+                sys.exit(f"{Path(__file__).name}: error: a transition is not finite at step {global_step}")
+            buffer[position : position + args.num_envs].copy_(torch.from_numpy(rows), non_blocking=True)
+            written.fill_(global_step)  # [fast: numbers as tensors]
+            size.fill_(min(global_step, capacity))
+            obs = next_obs.astype(np.float32)
+
+            last = bool(stopping) or global_step >= args.total_timesteps
+            if last or global_step % args.log_every < args.num_envs:
+                if updates >= first_update + args.policy_frequency:  # all losses are known
+                    log_losses()
+                sps = (global_step - sps_step) / (time.perf_counter() - sps_time)
+                writer.add_scalar("charts/SPS", sps, global_step)
+                bar.postfix = f"SPS {sps:.0f}, return {np.mean(returns[-10:]) if returns else math.nan:.1f}"
+                bar.update(global_step - bar.n)
+                progress |= {"global_step": global_step, "updates": updates}
+                if global_step // eval_every > progress["last_eval"] // eval_every:
+                    pause = time.perf_counter()
+                    scores, _ = evaluate(args, make_env(args), actor, best_action, stopping)
+                    if not stopping:
+                        progress["last_eval"], mean = global_step, float(np.mean(scores))
+                        writer.add_scalar("charts/eval_return", mean, global_step)
+                        if progress["best_eval"] < mean < math.inf:
+                            progress["best_eval"] = mean
+                            save_checkpoint(args, writer, "best.pt", state, progress)
+                    sps_time += time.perf_counter() - pause
+                at_the_end = last and (args.save_model or args.checkpoint_every)
+                if at_the_end or global_step - saved_step >= checkpoint_every:
+                    rows = buffer[:global_step].clone()  # a view would be saved with all of its memory
+                    save_checkpoint(args, writer, f"{global_step}.pt", state, progress, buffer=rows)
+                    saved_step = global_step
+
+    # ---- End -----------------------------------------------------------------------------------------------
+    if not (updates or args.evaluate or stopping):
+        print("no gradient step was made", file=sys.stderr)
+    eval_returns, eval_infos = [], []
+    if args.evaluate or (args.eval_episodes and not stopping):
+        env = make_env(args, folder / "evaluation" / "videos" if args.capture_video else None)
+        eval_returns, eval_infos = evaluate(args, env, actor, best_action, stopping)
+    if args.track:
+        for video in sorted(folder.rglob("*.mp4")):
+            wandb.log({str(video.relative_to(folder).with_suffix("")): wandb.Video(str(video))})
+        wandb.finish()  # whose last words come before the summary
+    summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
+    summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast: one graph]
+    best = progress["best_eval"] if math.isfinite(progress["best_eval"]) else None
+    summary |= {"eval_returns": eval_returns, "best_eval_return": best}
+    eval_successes = [float(info["is_success"]) for info in eval_infos if "is_success" in info]
+    for name, rates in {"success_rate": successes[-100:], "eval_success_rate": eval_successes}.items():
+        summary[name] = float(np.mean(rates)) if rates else None
+    summary |= {"updates": updates, "episodes": len(returns)}
+    for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
+        summary[name] = float(np.mean(returns[-count:])) if returns else None
+    summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}
+    print(json.dumps(summary))
+    if stopping:
+        sys.exit(128 + stopping[0])
