@@ -129,8 +129,8 @@ COLLECTION = {
     "fast_td3": Algorithm(
         title="FastTD3",
         actions="continuous",
-        quick=40_000,
-        speed=60_000,
+        quick=200 * 64,
+        speed=400 * 64,
         losses=OF_TWO_CRITICS,
         full=5_000_000,
         learning_starts=5_000,

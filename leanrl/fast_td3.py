@@ -77,7 +77,7 @@ class Args:
     evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
     eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; also makes one at the end
     eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
-    log_every: PositiveInt = 100  # agent steps between two log entries
+    log_every: PositiveInt = 10_000  # agent steps between two log entries
 
     env_id: str = "CheetahRun-v1"  # the id of the environment: any with bounded vectors as actions
     obs_keys: tuple[str, ...] | None = None  # the parts of an observation that the agent sees, else all

@@ -91,7 +91,7 @@ class Args:
     evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
     eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; also makes one at the end
     eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
-    log_every: PositiveInt = 100  # agent steps between two log entries
+    log_every: PositiveInt = 10_000  # agent steps between two log entries
     compile: bool = False  # compile the policy and the gradient step with torch.compile
     cudagraphs: bool = False  # capture the policy and the gradient step as CUDA graphs
 
@@ -754,7 +754,7 @@ if __name__ == "__main__":
         torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
         torch._inductor.config.fallback_random = device.type == "cpu"  # as eager, and faster
         torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes 5 s
-        torch._inductor.config.split_reductions = False  # small sums: 10 of 45 launches less on a GPU
+        torch._inductor.config.split_reductions = False  # small sums: fewer launches on a GPU
         act, update_critics, update_actor = map(Compiled, (act, update_critics, update_actor))
     # [fast: graph capture] One launch for all kernels of a call. A graph has no branches: one for each kind.
     cudagraphs = args.cudagraphs and device.type == "cuda"

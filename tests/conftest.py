@@ -97,9 +97,10 @@ INNER = {
 
 
 def alone(name: str, args: tuple) -> tuple:
-    """Arguments for a new run, one environment of Gymnasium's in front unless they say something else."""
+    """Arguments for a new run, in front those for one environment of Gymnasium's where the script has many."""
     new = name in MANY and not {"--resume", "--evaluate"} & {*args}
-    return (*(("--env-backend", "gymnasium", "--num-envs", "1") if new else ()), *args)
+    first = ("--env-backend", "gymnasium", "--num-envs", "1", "--log-every", "100")
+    return (*(first if new else ()), *args)
 
 
 def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> dict:
