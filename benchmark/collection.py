@@ -54,7 +54,7 @@ class Algorithm:
     full: int = 1_000_000
     """agent steps in the profiles full and learning"""
     learning_starts: int | None = None
-    """agent steps with random actions before it learns, in the long profiles; None where it is on-policy"""
+    """agent steps before the first gradient step, in the long profiles; None where it is on-policy"""
     num_envs: int = 1
     """environments by default"""
     own_env_ids: tuple[str, ...] = ()

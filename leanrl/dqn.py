@@ -56,6 +56,7 @@ from tqdm import tqdm
 
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
+FIXED = ("env_id", "obs_keys", "seed", "num_envs", "buffer_size")  # what a run that goes on has to keep
 
 
 @dataclass
@@ -184,7 +185,7 @@ def parse_args() -> tuple[Args, dict]:
         refuse("--resume and --evaluate exclude each other")
     if args.resume or args.evaluate:
         checkpoint = load_checkpoint(args)
-        kept = vars(args).keys() if args.resume else {"env_id", "env_backend", "obs_keys"}
+        kept = vars(args).keys() if args.resume else {"env_id", "env_backend", "obs_keys", "actor_hidden_dim"}
         saved = {name: checkpoint["args"][name] for name in sorted(kept & checkpoint["args"].keys())}
         args = tyro.cli(Args, args=command_line(), default=Args(**saved))  # again, over these
     try:
@@ -194,7 +195,7 @@ def parse_args() -> tuple[Args, dict]:
         refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
     for name, value in saved.items():
         option, now = f"--{name.replace('_', '-')}", getattr(args, name)
-        if now != value and name in ("env_id", "obs_keys", "seed", "num_envs", "buffer_size"):
+        if now != value and name in FIXED:
             refuse(f"{option} has to stay {value}, as in {checkpoint['file']}, got {now}")
         if now != value and name != "resume":
             print(f"{option} {now}{' from here on' if args.resume else ''}, it was {value}", file=sys.stderr)

@@ -75,6 +75,7 @@ from tqdm import tqdm
 
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
+FIXED = ("env_id", "obs_keys", "seed", "num_envs", "buffer_size")  # what a run that goes on has to keep
 
 
 @dataclass
@@ -409,7 +410,7 @@ def parse_args() -> tuple[Args, list[dict]]:  # [seeds: own seeds, own runs]
         every = [checkpoint["args"] | {"resume": None} for checkpoint in checkpoints]
         if args.resume and any(one | {"seed": every[0]["seed"]} != every[0] for one in every):
             refuse("--resume takes checkpoints of runs with the same arguments but for the seed")
-        kept = vars(args).keys() if args.resume else {"env_id", "env_backend", "obs_keys"}
+        kept = vars(args).keys() if args.resume else {"env_id", "env_backend", "obs_keys", "actor_hidden_dim"}
         saved = {name: every[0][name] for name in sorted(kept & every[0].keys())}  # [seeds: own runs]
         if any(one[name] != value for one in every for name, value in saved.items() if args.evaluate):
             refuse("--evaluate takes checkpoints of runs in the same environment")
@@ -422,8 +423,7 @@ def parse_args() -> tuple[Args, list[dict]]:  # [seeds: own seeds, own runs]
         refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
     for name, value in saved.items():
         option, now = f"--{name.replace('_', '-')}", getattr(args, name)
-        fixed = ("env_id", "obs_keys", "seed", "seeds", "num_envs", "buffer_size")  # [seeds: own seeds]
-        if now != value and name in fixed:
+        if now != value and name in (*FIXED, "seeds"):  # [seeds: own seeds]
             refuse(f"{option} has to stay {value}, as in {checkpoints[0]['file']}, got {now}")
         if now != value and name not in ("resume", "num_seeds"):
             print(f"{option} {now}{' from here on' if args.resume else ''}, it was {value}", file=sys.stderr)

@@ -97,7 +97,7 @@ INNER = {
 
 
 def alone(name: str, args: tuple) -> tuple:
-    """Arguments for a new run, in front those for one environment of Gymnasium's where the script has many."""
+    """Arguments for a run; where a script has many environments, a new run has one, unless they say more."""
     new = name in MANY and not {"--resume", "--evaluate"} & {*args}
     first = ("--env-backend", "gymnasium", "--num-envs", "1", "--log-every", "100")
     return (*(first if new else ()), *args)

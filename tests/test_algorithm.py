@@ -141,18 +141,21 @@ def test_probabilities_go_to_the_nearest_of_the_support(script):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(actual @ support, (probs * atoms).sum(1), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(actual[0], probs[0])  # r = 0, gamma = 1: as it was
+    for low, high in ((-1, 2), (-10, 10), (0, 1e3), (5000, 5005)):  # of which float32 has no exact steps
+        support = torch.linspace(low, high, 101)
+        actual = script["project"](torch.full((1, 101), 1 / 101), support[None], support)
+        torch.testing.assert_close(actual.sum(), torch.tensor(1.0))
+        assert actual.min() >= 0
 
 
-@each_script("multi_step_returns")
-def test_returns_of_several_steps(script):
+@each_script("n_step_returns")
+def test_n_step_returns(script):
     """By hand: a whole window, a termination, a truncation, the newest row, and both of these."""
     rewards = torch.tensor([[1.0, 2.0, 4.0]]).expand(5, 3)
     terminated = torch.tensor([[0, 0, 0], [0, 1, 1], [0, 0, 0], [0, 0, 1], [1, 0, 0]]).float()
     over = torch.tensor([[0, 0, 0], [0, 1, 1], [1, 0, 0], [0, 0, 1], [1, 0, 0]]).float()
     newer = torch.tensor([2, 7, 7, 1, 0])
-    returns, factors, last = script["multi_step_returns"](
-        torch.stack([rewards, terminated, over], 2), newer, 0.5
-    )
+    returns, factors, last = script["n_step_returns"](torch.stack([rewards, terminated, over], 2), newer, 0.5)
     torch.testing.assert_close(returns[:, 0], torch.tensor([3.0, 2.0, 1.0, 2.0, 1.0]))
     torch.testing.assert_close(factors[:, 0], torch.tensor([0.125, 0, 0.5, 0.25, 0]))
     assert last[:, 0].tolist() == [2, 1, 0, 1, 0]

@@ -173,6 +173,19 @@ def test_a_folder_is_enough_to_go_on_and_to_evaluate(tmp_path, capfd):
     assert f"Evaluating {folder / '400.pt'}\n" in capfd.readouterr().err
 
 
+def test_networks_of_a_run_have_the_sizes_that_it_began_with(tmp_path, refusal):
+    """Also of an agent that is evaluated, by the other script, too."""
+    sizes = ("--actor-hidden-dim", 8, "--critic-hidden-dim", 16, "--num-atoms", 11, "--v-max", 50)
+    first = play("fast_td3", *sizes, *SHORT["fast_td3"], "--save-model", directory=tmp_path)
+    [path] = checkpoints(tmp_path)
+    for name in ("fast_td3", "fast_td3_torchcompile"):
+        evaluated = play(name, "--evaluate", path)
+        assert_close(evaluated["state"]["actor"].state_dict(), first["state"]["actor"].state_dict())
+        assert evaluated["envs"].num_envs == 1 and len(evaluated["summary"]["eval_returns"]) == 10
+    for flag, was in zip(sizes[::2], sizes[1::2], strict=True):
+        assert refusal("fast_td3", play, "--resume", path, flag, 12).startswith(f"{flag} has to stay {was}")
+
+
 def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path, refusal):
     _, path = trained(TD3, tmp_path)
     good, other, trace = torch.load(path, weights_only=True), tmp_path / "300.pt", tmp_path / "executed"

@@ -126,6 +126,10 @@ def test_arguments_have_to_fit_together(name, refusal):
         for size, num_envs in ((64, 8), (8, 64), (65, 8), (8, 65)):
             fits = max(size, num_envs) == 64
             cases += [(None if fits else told, *sizes, "--batch-size", size, "--num-envs", num_envs)]
+        if takes(name, "v_min"):
+            cases += [("--v-min has to be below --v-max, got 5.0 and 5.0", "--v-min", 5, "--v-max", 5)]
+            cases += [("--std-min may not be above --std-max, got 0.5 and 0.4", "--std-min", 0.5)]
+            cases += [(None, "--std-min", 0.4)]
     else:
         rollout = (*four, "--num-steps", 25, "--num-minibatches")
         told = "--num-minibatches takes a smaller divisor of 100, got "

@@ -5,7 +5,8 @@ from unittest.mock import patch
 import envpool
 import numpy as np
 import pytest
-from conftest import assert_same_numbers, load, run
+import torch
+from conftest import assert_same_numbers, draws_of_a_twin, load, run
 
 # How many coordinates of the position, which can be 0, an observation leaves out.
 HIDDEN = {"HalfCheetah": 1, "Hopper": 1, "Walker2d": 1, "Ant": 2, "Humanoid": 2, "InvertedPendulum": 0}
@@ -81,6 +82,26 @@ def test_envpool_has_as_many_threads_as_asked_for(name, seeds, options):
     with patch("envpool.make", wraps=envpool.make) as make:
         script["make_envs"](script["Args"](num_envs=4, env_threads=3, **options), seeds, None)
     assert make.call_args.kwargs["num_threads"] == 3
+
+
+def test_only_critics_see_a_privileged_state():
+    """In EnvPool's own environments, with a replay buffer that is full; eager and twin compute the same."""
+    go1 = ("--env-id", "Go1JoystickFlatTerrain-v1", "--env-backend", "envpool", "--num-envs", 2)
+    small = ("--batch-size", 16, "--buffer-size", 40, "--learning-starts", 20, "--total-timesteps", 60)
+    with draws_of_a_twin():
+        eager = run("fast_td3", *go1, *small)
+    assert_same_numbers(eager, run("fast_td3_torchcompile", *go1, *small))
+    state, seen = eager["state"], np.ones(123 + 48)
+    assert (state["actor"].fc1.in_features, state["qf1"].fc1.in_features) == (48, 123 + 48 + 12)
+    rows = eager["buffer"]
+    assert torch.equal(rows[:, :48], rows[:, 123:171])  # a privileged state begins with the state
+    action = eager["best_action"](seen)
+    seen[:123] = -1
+    assert np.array_equal(eager["best_action"](seen), action)
+    seen[123:] = -1
+    assert not np.array_equal(eager["best_action"](seen), action)
+    alone = run("fast_td3", *go1, *small, "--obs-keys", "state")
+    assert alone["state"]["qf1"].fc1.in_features == 48 + 12
 
 
 def test_what_envpool_lacks_is_refused(refusal):

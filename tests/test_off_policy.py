@@ -109,6 +109,7 @@ def test_returns_do_not_go_on_in_the_episodes_after_a_checkpoint(name, tmp_path)
     before = fresh(name, 3, "--save-model", directory=tmp_path)
     [file] = conftest.checkpoints(tmp_path)
     after = run(name, "--resume", file, "--total-timesteps", 60, directory=tmp_path)
+    assert not (before["deviations"] == after["deviations"]).any()
     over = [result["buffer"][39:42, 8] for result in (before, after)]
     assert not over[0].all() and over[1].all()
     torch.testing.assert_close(after["buffer"][:39], before["buffer"][:39], rtol=0, atol=0)
@@ -116,13 +117,18 @@ def test_returns_do_not_go_on_in_the_episodes_after_a_checkpoint(name, tmp_path)
 
 @fast
 def test_an_episode_explores_with_a_deviation_of_its_own(name):
-    """Drawn between the bounds where it begins."""
-    runs = [fresh(name, 1, "--learning-starts", 100, "--total-timesteps", steps) for steps in range(1, 13)]
-    drawn = [float(result["deviations"]) for result in runs]
-    assert all(0.1 <= deviation <= 0.4 for deviation in drawn) and len({*drawn}) > 2
-    for (before, after), pair in zip(pairwise(runs), pairwise(drawn), strict=True):
-        assert (len(after["returns"]) > len(before["returns"])) == (pair[0] != pair[1])
-    assert (fresh(name, 3, "--std-min", 0.4)["deviations"] == torch.full((3, 1), 0.4)).all()
+    """Drawn between the bounds where it begins, for its environment and no other."""
+    steps = [fresh(name, 3, "--learning-starts", 100, "--total-timesteps", 3 * n) for n in range(1, 9)]
+    drawn, ended = torch.cat([result["deviations"].T for result in steps]), history(steps[-1])
+    assert ((drawn >= 0.1) & (drawn <= 0.4)).all()
+    assert len({*drawn.flatten().tolist()}) == 3 + sum(row.over for step in ended[1:] for row, *_ in step)
+    for before, after, step in zip(drawn, drawn[1:], ended[1:], strict=False):
+        assert (before != after).tolist() == [row.over for row, *_ in step]
+    again = fresh(name, 3, "--std-min", 0.4)
+    assert (again["deviations"] == torch.full((3, 1), 0.4)).all()
+    again["deviations"].copy_(torch.tensor([[0.0], [0.1], [0.3]]))  # each is its environment's own
+    noise = torch.stack([again["act"](torch.zeros(3, OBS_DIM)) for _ in range(2000)]).std(0)
+    torch.testing.assert_close(noise, torch.tensor([[0.0], [0.1], [0.3]]).expand(3, 2), rtol=0.1, atol=1e-3)
 
 
 # ---- Actions -----------------------------------------------------------------------------------------------

@@ -157,6 +157,7 @@ FROZEN = {
     SAC: "self.fc1 = nn.Linear(obs_dim, 256, device=device)",
     TD3: "self.fc1 = nn.Linear(obs_dim, 256, device=device)",
     "dqn": "self.fc1 = nn.Linear(obs_dim, 120, device=device)",
+    "fast_td3": "self.fc1 = nn.Linear(obs_dim, hidden_dim, device=device)",
     PPO: "layer_init(nn.Linear(obs_dim, 64, device=device))",
     "ppo": "layer_init(nn.Linear(obs_dim, 64, device=device))",
 }
@@ -167,6 +168,7 @@ def test_layers_can_be_frozen(name):
     """In both files, with the same numbers; they stay, and the others learn."""
     passage, states, options = FROZEN[name], [], (*world(name, "Scripted"), *SHORT[name])
     options += () if name not in OFF_POLICY else ("--total-timesteps", 115)
+    options += ("--weight-decay", 0) if conftest.takes(name, "weight_decay") else ()
     learners = {
         "dqn": "q_network.fc{}.weight",
         PPO: "agent.actor_mean.{}.weight",
@@ -182,6 +184,14 @@ def test_layers_can_be_frozen(name):
     # An optimizer of PyTorch has no moments of what is frozen, a twin's those that are 0.
     computed = ({key: value for key, value in state.items() if "optimizer" not in key} for state in states)
     torch.testing.assert_close(*computed, rtol=1e-3, atol=1e-3)
+
+
+def test_frozen_layers_do_not_decay(refusal):
+    """The twin would have all of a flat tensor decay."""
+    passage = FROZEN["fast_td3"]
+    with changed("fast_td3_torchcompile", passage, f"{passage}.requires_grad_(False)"):
+        told = refusal("fast_td3_torchcompile", run, *world("fast_td3", "Scripted"), *SHORT["fast_td3"])
+    assert told == "--weight-decay has to be 0 where layers are frozen"
 
 
 def test_networks_that_share_a_layer_are_not_flattened_twice():

@@ -94,7 +94,8 @@ ARGS = {
     (True, "discrete"): ("--env-id", "envs:Codes-v0", *EPOCHS, 64, "--total-timesteps", 384),
     (True, "atari"): (*EPOCHS, 16, "--num-envs", 2, "--total-timesteps", 64),
 }
-EACH_VECTOR_STEP = ("--num-updates", 4)  # of four environments: as often as the others
+# Of four environments: as often as the others; the replay buffer is full in the end.
+EACH_VECTOR_STEP = ("--num-updates", 4, "--batch-size", 32, "--buffer-size", 72)
 CASES = [(name, EACH_VECTOR_STEP if conftest.takes(name, "num_updates") else ()) for name in SCRIPTS]
 # There are two kinds of steps of the critics.
 OFTEN = ("--no-autotune", "--policy-frequency", 3, "--target-network-frequency", 2, "--num-envs", 1)
