@@ -755,7 +755,7 @@ if __name__ == "__main__":
         newest = (global_step - 1 - torch.arange(args.num_envs, device=device)) % capacity
         buffer[newest, -obs_dim - 1] = 1  # over: what follows is another episode
 
-    # [fast: one graph] The policy and the two halves of a gradient step, 1.35 times as fast as eager.
+    # [fast: one graph] The policy and the two halves of a gradient step. Measured: 1.36 times eager.
     if args.compile:
         torch._dynamo.config.trace_autograd_ops = True  # the gradient, too, without a break
         torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
