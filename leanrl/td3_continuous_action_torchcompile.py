@@ -244,7 +244,8 @@ class Adam(nn.Module):
             exp_avg = self.exp_avg.lerp_(grad, 1 - beta1)
             exp_avg_sq = self.exp_avg_sq.lerp_(grad * grad, 1 - beta2)
             denominator = exp_avg_sq.sqrt() / (1 - beta2**step).sqrt() + self.eps
-            self.params[0].mul_(1 - self.lr * self.decay)
+            if self.decay:
+                self.params[0].mul_(1 - self.lr * self.decay)
             self.params[0].sub_(exp_avg / denominator * (self.lr / (1 - beta1**step)))
 
 
@@ -277,9 +278,8 @@ class Compiled:
 
         def note(graph: CompiledFxGraph, inputs: list[Tensor]) -> list[Tensor]:
             ids, tensors = [id(tensor) for tensor in inputs], [tensor.detach() for tensor in inputs]
-            results = call(graph, inputs)
-            notes.append((graph, ids, tensors, results))
-            return results
+            notes.append((graph, ids, tensors, call(graph, inputs)))
+            return notes[-1][-1]
 
         stance = torch.compiler.set_stance("fail_on_recompile" if self.graph else "default")
         with stance, patch.object(CompiledFxGraph, "__call__", note):
@@ -292,8 +292,7 @@ class Compiled:
         self.places = [ids.index(id(arg)) for arg in args]
         for place, tensor in enumerate(self.inputs):
             if place not in self.places and tensor.data_ptr() != inputs[place].data_ptr():
-                shape = [*tensor.shape]
-                raise RuntimeError(f"a tensor of shape {shape} is not the one it was: write to it in place")
+                raise RuntimeError(f"a tensor of shape {[*tensor.shape]} was replaced: write to it in place")
         if len(results) != (result is not None) or any(tensor.requires_grad for tensor in results):
             raise TypeError("a compiled function returns one tensor without history, or none")
         self.graph, self.inputs, self.likeness = graph, inputs, likeness

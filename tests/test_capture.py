@@ -192,7 +192,7 @@ def test_a_tensor_or_number_that_is_not_what_it_was_is_seen_at_the_next_look(dir
     getattr(numbers, change)()
     for _ in range(seen - calls - 1):
         function(torch.ones(4))
-    message = {"rebind": r"shape \[4\] is not the one it was", "count": r"number.* == 2\.0"}[change]
+    message = {"rebind": r"shape \[4\] was replaced", "count": r"number.* == 2\.0"}[change]
     with pytest.raises(RuntimeError, match=message):
         function(torch.ones(4))
 
@@ -260,7 +260,7 @@ def test_with_another_backend_each_call_is_guarded(direct):
             TD3,
             "size.fill_(min(global_step, capacity))",
             "size = torch.tensor(min(global_step, capacity))",
-            r"shape \[\] is not the one it was",
+            r"shape \[\] was replaced",
         ),
         (PPO, "annealed_lr.fill_(args.learning_rate * remaining)", "args.vf_coef = remaining", "vf_coef"),
     ],
