@@ -46,11 +46,11 @@ def test_learnt_values_are_the_known_ones(name, probe):
             pairs = [
                 (critic, torch.full_like(obs, action)) for critic in ("qf1", "qf2") for action in (-1, 0, 1)
             ]
-            values = [state[critic](obs, actions) for critic, actions in pairs]
-            if "obs_normalizer" in state:  # distributions
-                obs = state["obs_normalizer"](obs)
+            seen = state.get("obs_normalizer", torch.nn.Identity())(obs)
+            values = [state[critic](seen, actions) for critic, actions in pairs]
+            if takes(name, "v_max"):  # distributions of values
                 support = torch.linspace(*SUPPORT[1::2], 101)[:, None]
-                values = [state[critic](obs, actions).softmax(1) @ support for critic, actions in pairs]
+                values = [logits.softmax(1) @ support for logits in values]
             values = torch.cat(values, dim=1).T
         elif name in DISCRETE:
             values = state["agent"](obs)[-1].T

@@ -216,16 +216,20 @@ def test_targets_begin_as_their_networks_and_alpha_at_1(name):
 
 # ---- How many gradient steps -------------------------------------------------------------------------------
 @pytest.mark.parametrize(("num_envs", "updates_per_step", "updates", "of_the_actor"), OFTEN)
-@actor_critic
+@pytest.mark.parametrize("name", [name for name in ACTOR_CRITIC if name not in FAST])
 def test_number_of_gradient_steps(name, num_envs, updates_per_step, updates, of_the_actor):
-    often = ("--updates-per-step", updates_per_step)
-    if name in FAST:  # as often as its environments step
-        often, updates = ("--num-updates", 2), {1: 62, 4: 16}[num_envs]
-        of_the_actor = math.ceil(updates / 3)
-    result = fresh(name, num_envs, *often, "--policy-frequency", 3)
+    result = fresh(name, num_envs, "--updates-per-step", updates_per_step, "--policy-frequency", 3)
     assert result["updates"] == conftest.gradient_steps(result, "q_optimizer") == updates
     times = 3 if takes(name, "autotune") else 1  # SAC makes up for the steps left out
     assert conftest.gradient_steps(result, "actor_optimizer") == of_the_actor * times
+
+
+@pytest.mark.parametrize(("num_envs", "num_updates", "updates"), [(1, 2, 62), (4, 2, 16), (4, 3, 24)])
+@fast
+def test_number_of_gradient_steps_for_each_step_of_all_environments(name, num_envs, num_updates, updates):
+    result = fresh(name, num_envs, "--num-updates", num_updates, "--policy-frequency", 3)
+    assert result["updates"] == conftest.gradient_steps(result, "q_optimizer") == updates
+    assert conftest.gradient_steps(result, "actor_optimizer") == math.ceil(updates / 3)
 
 
 class Turns(TorchFunctionMode):
