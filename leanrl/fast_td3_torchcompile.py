@@ -71,7 +71,7 @@ from tqdm import tqdm
 
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
-FIXED = ("env_id", "obs_keys", "seed", "num_envs", "buffer_size")  # what a run that goes on has to keep
+FIXED = ("env_id", "obs_keys", "seed", "num_envs", "buffer_size")  # --resume may not change these
 FIXED += ("actor_hidden_dim", "critic_hidden_dim", "num_atoms", "v_min", "v_max")
 
 
@@ -789,7 +789,6 @@ if __name__ == "__main__":
 
     torch.manual_seed(seed)
     deviations.uniform_(args.std_min, args.std_max)
-    envs.action_space.seed(seed)
     obs = envs.reset(seed=env_seeds)[0].astype(np.float32)
 
     if args.track:

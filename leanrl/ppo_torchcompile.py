@@ -64,7 +64,7 @@ from tqdm import tqdm
 
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
-FIXED = ("env_id", "obs_keys", "seed", "num_envs")  # what a run that goes on has to keep
+FIXED = ("env_id", "obs_keys", "seed", "num_envs")  # --resume may not change these
 
 
 @dataclass

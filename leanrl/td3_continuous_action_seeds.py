@@ -73,7 +73,7 @@ from tqdm import tqdm
 
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
-FIXED = ("env_id", "obs_keys", "seed", "num_envs", "buffer_size")  # what a run that goes on has to keep
+FIXED = ("env_id", "obs_keys", "seed", "num_envs", "buffer_size")  # --resume may not change these
 
 
 @dataclass

@@ -210,7 +210,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def cli(name: str, *args, env: dict[str, str] | None = None, **options) -> subprocess.CompletedProcess:
-    """Run a script as a command with just these arguments; options are those of subprocess.run."""
+    """Run a script as a command with these arguments; options are those of subprocess.run."""
     command = [sys.executable, str(LEANRL / f"{name}.py"), *map(str, alone(name, args))]
     with TemporaryDirectory() as directory:
         options = {"cwd": directory, "capture_output": True, "text": True} | options
