@@ -12,8 +12,7 @@ Needs a build of PyTorch for CUDA, of several GB, but neither a GPU nor a driver
 environment of run.sh:
 
     python3 -m venv .venv-cuda
-    cat requirements/{requirements,mujoco,classic_control,atari,benchmark,dev}.txt > .venv-cuda/all.txt
-    .venv-cuda/bin/pip install -r .venv-cuda/all.txt torch===2.13.0
+    .venv-cuda/bin/pip install -r requirements/dev.txt torch===2.13.0
     .venv-cuda/bin/python -m benchmark.studies.cuda_code
 
 Exit status: 0 each graph has code and each kernel compiles, 1 some do not, 2 a bad argument or a PyTorch
@@ -53,14 +52,14 @@ from torch.utils._triton import has_triton
 from typing_extensions import TypedDict
 
 from benchmark import LEANRL, ROOT
-from benchmark.collection import COLLECTION
+from benchmark.collection import COLLECTION, ENV_IDS
 from benchmark.machine import commit
 from benchmark.report import results
 from benchmark.terminal import check_names, lines_of_output, refuse
 
 # Of an environment of its own, or of any of --env-ids, and what else a script needs.
 SCRIPTS = {
-    name: (None if algorithm.actions == "continuous" else algorithm.env_id, ())
+    name: (None if algorithm.env_id == ENV_IDS["continuous"][0] else algorithm.env_id, ())
     for name, algorithm in COLLECTION.items()
 }
 # Many environments: for few these act in NumPy.
