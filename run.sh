@@ -10,7 +10,8 @@
 #                                 writes a trace to --trace FILE, or to a new file in profiles/
 #   ./run.sh test [ARGS]          run the tests; ARGS go to pytest
 #   ./run.sh peers [ARGS]         the benchmark with CleanRL, Stable-Baselines3, SBX and RLtools, installed
-#                                 into .venv-peers; ARGS as for sweep, --leanrl CLONE adds the original LeanRL
+#                                 into .venv-peers; ARGS as for sweep, --leanrl CLONE adds the original LeanRL,
+#                                 --cleanrl CLONE what CleanRL's package does not have
 #   ./run.sh report [FOLDER]      the table and plots of a sweep; without FOLDER those of README.md and docs/
 #   ./run.sh python [ARGS]        Python itself, for any other program, such as -m benchmark.studies.scaling
 #

@@ -19,6 +19,7 @@ ENVPOOL = ("env-backend", "envpool")
 OF_TWO_CRITICS = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss", "actor_loss")
 OF_PPO = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 OF_PPO += ("explained_variance",)
+OF_Q = ("td_loss", "q_values")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Algorithm:
     """runs of the profile check"""
     cleanrl: str | None = None
     """CleanRL's script; None where it has none"""
+    in_cleanrl_package: bool = True
+    """whether its package has that, and not its repository alone"""
     leanrl: str | None = None
     """the original LeanRL's script; None where it has none, or one that needs gym"""
     sb3: str | None = None
@@ -182,12 +185,38 @@ COLLECTION = {
         sb3="PPO",  # SBX has no policy for images
         checks=(Check("Breakout-v5", 200_000, 3.5, 20),),
     ),
+    "pqn": Algorithm(
+        title="PQN",
+        actions="discrete",
+        quick=100 * 512,
+        speed=200 * 512,
+        losses=OF_Q,
+        full=500_000,
+        num_envs=4,
+        seeds=tuple(range(1, 11)),
+        cleanrl="pqn",
+        in_cleanrl_package=False,
+        checks=(Check("CartPole-v1", 200_000, 280, 500), Check("Acrobot-v1", 200_000, -130, -60)),
+    ),
+    "pqn_atari_envpool": Algorithm(
+        title="PQN for Atari",
+        actions="atari",
+        quick=8 * 1024,
+        speed=12 * 1024,
+        losses=OF_Q,
+        full=10_000_000,
+        num_envs=8,
+        seeds=(1, 2),
+        cleanrl="pqn_atari_envpool",
+        in_cleanrl_package=False,
+        checks=(Check("Breakout-v5", 200_000, 3.5, 20),),
+    ),
     "dqn": Algorithm(
         title="DQN",
         actions="discrete",
         quick=30_000,
         speed=60_000,
-        losses=("td_loss", "q_values"),
+        losses=OF_Q,
         full=500_000,
         learning_starts=10_000,
         seeds=tuple(range(1, 6)),

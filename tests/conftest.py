@@ -74,8 +74,11 @@ OFF_POLICY = those(lambda name: not algorithm(name).on_policy)
 DISCRETE = those(lambda name: algorithm(name).actions == "discrete")
 ATARI = those(lambda name: algorithm(name).actions == "atari")
 NOT_ATARI = [name for name in SCRIPTS if name not in ATARI]
-DQN = [name for name in OFF_POLICY if name in DISCRETE]
-ACTOR_CRITIC = [name for name in OFF_POLICY if name not in DISCRETE]
+Q_LEARNING = those(lambda name: "td_loss" in algorithm(name).losses)
+DQN = [name for name in OFF_POLICY if name in Q_LEARNING]
+PQN = [name for name in ON_POLICY if name in Q_LEARNING]
+PPO = [name for name in ON_POLICY if name not in PQN]
+ACTOR_CRITIC = [name for name in OFF_POLICY if name not in DQN]
 MANY = [name for name in OFF_POLICY if algorithm(name).num_envs > 1]  # environments, of EnvPool by default
 # Arguments for a run of some 300 steps that performs updates, one a step if it is off-policy.
 EACH_STEP = ("--train-frequency", "1", "--target-network-frequency", "3")

@@ -5,10 +5,10 @@
 From leanrl/sac_continuous_action.py the section Run goes to all scripts, of ENVIRONMENTS in it what they
 have, and PASSAGES of its body to all but those of many agents, which also have a `parse_args` of their own.
 Arguments, Environment and Networks go from each eager script to its twin, which keeps its flags and what it
-adds below its first `# [fast`. Adam and Compiled go from SAC's twin to the other twins and to the scripts of
-many agents; Flat goes to the twins that hold several networks, and from DQN's twin to those that hold one,
-but for Atari's. The version in CITATION.cff goes to the first line of each file. tests/test_twins.py checks
-that all of this is equal.
+adds below its first `# [fast`. Adam and Compiled go from SAC's twin to those twins and scripts of many agents
+that have them, RAdam from PQN's twin to that for Atari; Flat goes to the twins that hold several networks,
+and from DQN's twin to those that hold one, but for Atari's. The version in CITATION.cff goes to the first
+line of each file. tests/test_twins.py checks that all of this is equal.
 """
 
 import re
@@ -50,9 +50,14 @@ def passage(text: str, first: str) -> str:
 
 def shared(name: str, text: str) -> str:
     """The text of the script `name`, with what it shares as in the script where that is written."""
-    source, twin, one_network = (
+    source, twin, one_network, pqn = (
         (LEANRL / f"{file}.py").read_text()
-        for file in ("sac_continuous_action", "sac_continuous_action_torchcompile", "dqn_torchcompile")
+        for file in (
+            "sac_continuous_action",
+            "sac_continuous_action_torchcompile",
+            "dqn_torchcompile",
+            "pqn_torchcompile",
+        )
     )
     version = re.search(r"^version: (\S+)", (ROOT / "CITATION.cff").read_text(), re.MULTILINE).group(1)
     text = re.sub("^# LeanRL .*", f"# LeanRL {version}", text)
@@ -64,8 +69,10 @@ def shared(name: str, text: str) -> str:
         run = run.replace("class Pool(", f"{definition(text, 'class Workers(')}class Pool(")
     text = text.replace(section(text, "Run"), run)
     if name.endswith(("_torchcompile", "_seeds")):
-        for title in ("class Adam(", "class Compiled:"):
-            text = text.replace(definition(text, title), definition(twin, title))
+        sources = {"class Adam(": twin, "class Compiled:": twin, "class RAdam(": pqn}
+        for title, other in sources.items():
+            if f"\n{title}" in text:
+                text = text.replace(definition(text, title), definition(other, title))
     if name.endswith("_seeds"):
         return text
     for first in PASSAGES:

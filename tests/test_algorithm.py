@@ -7,7 +7,20 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import ACTOR_CRITIC, ATARI, DQN, EACH_STEP, SCRIPTS, TWINS, changed, draws_of_a_twin, load, play
+from conftest import (
+    ACTOR_CRITIC,
+    ATARI,
+    DQN,
+    EACH_STEP,
+    ON_POLICY,
+    PQN,
+    SCRIPTS,
+    TWINS,
+    changed,
+    draws_of_a_twin,
+    load,
+    play,
+)
 from torch import nn
 from torch.distributions import Categorical, Normal
 
@@ -41,22 +54,46 @@ def test_bytes_are_seen_between_0_and_1(script):
     torch.testing.assert_close(network(images), network(images.double().div(255).float()))
 
 
-def agent_of(script: dict) -> nn.Module:
-    """A new Agent of a PPO script, for five observations and three actions, or for Atari."""
-    return script["Agent"](3, CPU) if "Games" in script else script["Agent"](5, 3, CPU)
+def network_of(script: dict) -> nn.Module:
+    """A new network of an on-policy script, for five observations and three actions, or for Atari."""
+    network = script["Agent" if "Agent" in script else "QNetwork"]
+    return network(3, CPU) if "Games" in script else network(5, 3, CPU)
 
 
 @each_script("Agent", of=ATARI)
 def test_agent_sees_frames_between_0_and_1(script):
-    agent, obs = agent_of(script), torch.randint(256, (2, 84, 84, 4), dtype=torch.uint8)
+    agent, obs = network_of(script), torch.randint(256, (2, 84, 84, 4), dtype=torch.uint8)
     hidden = agent.network(obs.movedim(-1, 1).contiguous().double().div(255).float())
     torch.testing.assert_close(agent(obs), (agent.actor(hidden), agent.critic(hidden)))
 
 
-@each_script("Agent", "layer_init")
-def test_agent_starts_orthogonal(script):
-    agent, root = agent_of(script), 2**0.5
+@each_script("QNetwork", of=PQN)
+def test_action_values_are_of_layers_each_normalised_but_the_last(script):
+    network, obs = network_of(script), torch.randn(9, 5)
+    if "Games" in script:
+        obs = torch.randint(256, (9, 84, 84, 4), dtype=torch.uint8)
+    for param in network.parameters():
+        param.data += 0.1 * torch.randn_like(param)
+    x, kinds = obs.movedim(-1, 1).double().div(255) if "Games" in script else obs.double(), []
+    for layer in copy.deepcopy(network.network).double():
+        kinds.append(type(layer))
+        if isinstance(layer, nn.LayerNorm):
+            rows = x.flatten(1)
+            rows = (rows - rows.mean(1, keepdim=True)) / (rows.var(1, correction=0)[:, None] + 1e-5).sqrt()
+            x = rows.view(x.shape) * layer.weight + layer.bias
+        else:
+            x = layer(x)
+    torch.testing.assert_close(network(obs), x.float())
+    hidden = [kind for kind in kinds if kind is not nn.Flatten][:-1]
+    assert all(kind in (nn.Linear, nn.Conv2d) for kind in hidden[::3])
+    assert (hidden[1::3], hidden[2::3]) == ([nn.LayerNorm] * len(hidden[::3]), [nn.ReLU] * len(hidden[::3]))
+
+
+@each_script("layer_init")
+def test_network_starts_orthogonal(script):
+    agent, root = network_of(script), 2**0.5
     gains = [root, root, root, root, 0.01, 1.0] if "Games" in script else [root, root, 1.0, root, root, 0.01]
+    gains = [root] * (5 if "Games" in script else 3) if "QNetwork" in script else gains
     layers = [layer for layer in agent.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
     for layer, gain in zip(layers, gains, strict=True):
         singular_values = torch.linalg.svdvals(layer.weight.flatten(1))
@@ -169,7 +206,7 @@ KINDS = [(name, kind) for name in TWINS for kind in ("Actor", "QNetwork", "Agent
 def test_networks_and_their_flat_one_have_the_same_memory(name, kind):
     """So a checkpoint has the names of the networks, and the flat one computes with what is loaded."""
     script, two = load(name), name in ACTOR_CRITIC and kind == "QNetwork"
-    make = partial(agent_of, script) if kind == "Agent" else partial(script[kind], 5, 2, CPU)
+    make = partial(network_of, script) if name in ON_POLICY else partial(script[kind], 5, 2, CPU)
     networks, inputs = [make() for _ in range(1 + two)], [torch.randn(7, 5), torch.randn(7, 2)][: 1 + two]
     inputs = [torch.randint(256, (7, 84, 84, 4), dtype=torch.uint8)] if name in ATARI else inputs
     plain, fixed = copy.deepcopy(networks), [net.requires_grad_(False) for net in copy.deepcopy(networks)]
@@ -192,24 +229,30 @@ def test_networks_and_their_flat_one_have_the_same_memory(name, kind):
             assert param.is_contiguous(memory_format=torch.channels_last), key
 
 
-ADAMS = [(0.01, 1e-8, math.inf, 0.0), (torch.tensor(0.01), 1e-5, 1.0, 0.0), (0.01, 1e-8, math.inf, 0.3)]
+ADAMS = [("Adam", 0.01, 1e-8, math.inf, 0.0), ("Adam", torch.tensor(0.01), 1e-5, 1.0, 0.0)]
+ADAMS += [("Adam", 0.01, 1e-8, math.inf, 0.3)]
+ADAMS += [("RAdam", 0.01, 1e-5, math.inf, 0.0), ("RAdam", torch.tensor(0.01), 1e-8, 1.0, 0.0)]
 
 
-@pytest.mark.parametrize(("lr", "eps", "max_norm", "decay"), ADAMS)
-def test_adam_is_that_of_torch(lr, eps, max_norm, decay):
-    """Of one twin, for all have it to the letter."""
+@pytest.mark.parametrize(("kind", "lr", "eps", "max_norm", "decay"), ADAMS)
+def test_adam_is_that_of_torch(kind, lr, eps, max_norm, decay):
+    """Of one twin, for all that have it have it to the letter."""
     expected = torch.randn(13).requires_grad_()
     params = nn.Parameter(expected.detach().clone())
-    optimizer = torch.optim.AdamW([expected], lr=0.01, eps=eps, weight_decay=decay)
-    adam = load(TWINS[0])["Adam"](params, lr, eps=eps, max_norm=max_norm, decay=decay)
+    plain, options = torch.optim.RAdam([expected], lr=0.01, eps=eps), {}
+    if kind == "Adam":
+        plain, options = torch.optim.AdamW([expected], lr=0.01, eps=eps, weight_decay=decay), {"decay": decay}
+    flat = load(PQN[1] if kind == "RAdam" else TWINS[0])[kind](
+        params, lr, eps=eps, max_norm=max_norm, **options
+    )
     for step in range(50):
         # From none and tiny to large: for the first steps' correction, epsilon and clipping to matter.
         expected.grad = torch.randn(13) * (10.0 ** (step % 10 - 8) if step % 7 else 0)
-        adam.minimize((params * expected.grad).sum())
+        flat.minimize((params * expected.grad).sum())
         nn.utils.clip_grad_norm_([expected], max_norm)
-        optimizer.step()
+        plain.step()
         torch.testing.assert_close(params.detach(), expected.detach(), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(adam.state_dict(), dict(optimizer.state[expected]), rtol=1e-4, atol=1e-8)
+    torch.testing.assert_close(flat.state_dict(), dict(plain.state[expected]), rtol=1e-4, atol=1e-8)
 
 
 # ---- Policies in NumPy -------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from conftest import (
     DQN,
     MANY,
     OFF_POLICY,
+    Q_LEARNING,
     SCRIPTS,
     SHORT,
     TWINS,
@@ -301,12 +302,13 @@ def best_actions(name: str, done: dict, obs: np.ndarray) -> np.ndarray:
     with torch.no_grad():
         if name in ATARI:
             obs = torch.from_numpy(obs.transpose(0, 2, 3, 1).copy())
-            return state["agent"](obs)[0].argmax(dim=1).numpy()
+            values = state["q_network"](obs) if name in Q_LEARNING else state["agent"](obs)[0]
+            return values.argmax(dim=1).numpy()
         space, obs = done["env"].unwrapped.action_space, obs.reshape(len(obs), -1)
         if name in conftest.DISCRETE:
             network, obs = state.get("q_network") or state["agent"], torch.from_numpy(obs)
             values = network(obs if obs.dtype == torch.uint8 else obs.float())
-            return (values if name in DQN else values[0]).argmax(dim=1).numpy() + space.start
+            return (values if name in Q_LEARNING else values[0]).argmax(dim=1).numpy() + space.start
         if name not in OFF_POLICY:
             obs = torch.from_numpy(done["obs_moments"].standardise(obs)).float()
             return state["agent"](obs)[0].numpy().clip(space.low, space.high)

@@ -224,8 +224,14 @@ def test_summary_bar_and_logs(name, tmp_path, capfd):
     assert re.fullmatch(rf"{env_id}__an_experiment__1__\d{{10}}\.\d{{6}}", folder.name)
     assert not checkpoints(tmp_path)
     logged = conftest.curves(folder)
-    scheduled = "epsilon" if takes(name, "start_e") else "" if name in OFF_POLICY else "learning_rate"
-    charts = [f"charts/{tag}" for tag in f"SPS episodic_return episodic_length {scheduled}".split()]
+    scheduled = {"epsilon": takes(name, "start_e"), "learning_rate": name not in OFF_POLICY}
+    charts = [
+        "SPS",
+        "episodic_return",
+        "episodic_length",
+        *(tag for tag, is_it in scheduled.items() if is_it),
+    ]
+    charts = [f"charts/{tag}" for tag in charts]
     assert logged.keys() == {*charts, *(f"losses/{tag}" for tag in conftest.algorithm(name).losses)}
     assert [value for _, value in logged["charts/episodic_return"]] == pytest.approx(returns)
     if name in OFF_POLICY:

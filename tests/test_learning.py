@@ -5,7 +5,19 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import DISCRETE, DQN, NOT_ATARI, OFF_POLICY, SEEDS, algorithm, cli, rates, run, takes, world
+from conftest import (
+    DISCRETE,
+    NOT_ATARI,
+    OFF_POLICY,
+    Q_LEARNING,
+    SEEDS,
+    algorithm,
+    cli,
+    rates,
+    run,
+    takes,
+    world,
+)
 
 # How many steps are enough to learn to balance, and arguments; to learn values takes a quarter of them.
 FAST = ("--batch-size", 64, "--learning-starts", 100, "--tau", 0.05)
@@ -40,7 +52,7 @@ def test_learnt_values_are_the_known_ones(name, probe):
     state = result["state"]
     obs, expected = torch.tensor([*PROBES[probe].items()]).float().split(1, dim=1)
     with torch.no_grad():
-        if name in DQN:
+        if name in Q_LEARNING:
             values = state["q_network"](obs).T
         elif name in OFF_POLICY:
             pairs = [

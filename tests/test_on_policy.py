@@ -1,4 +1,4 @@
-"""PPO on environments and batches of which everything is known, with NEXT_STEP autoreset, and on Breakout."""
+"""PPO and PQN on environments and batches of which everything is known, with NEXT_STEP autoreset."""
 
 import copy
 from collections.abc import Callable
@@ -9,29 +9,46 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, ON_POLICY, changed, gradient_steps, instances, load, named, numbers, play, run
+from conftest import (
+    ATARI,
+    ON_POLICY,
+    PPO,
+    PQN,
+    changed,
+    gradient_steps,
+    instances,
+    load,
+    named,
+    numbers,
+    play,
+    run,
+)
 from envs import Row, ScriptedGames, game_rows, scripted_rows
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Normal
 
 each_script = pytest.mark.parametrize("name", ON_POLICY)
-atari = pytest.mark.parametrize("name", ATARI)
+ppo = pytest.mark.parametrize("name", PPO)
+pqn = pytest.mark.parametrize("name", PQN)
+atari = pytest.mark.parametrize("name", [name for name in PPO if name in ATARI])
 CONTINUOUS = [name for name in ON_POLICY if conftest.algorithm(name).actions == "continuous"]
 continuous = pytest.mark.parametrize("name", CONTINUOUS)
-discrete = pytest.mark.parametrize("name", [name for name in ON_POLICY if name in conftest.DISCRETE])
+discrete = pytest.mark.parametrize("name", [name for name in PPO if name in conftest.DISCRETE])
 # Environments, steps of a rollout and steps in all: rollouts that begin and end everywhere in the scripts.
 # Some begin or end with a row that is not valid, or have such rows in several environments at once.
 CASES = [(1, 6, 6), (1, 6, 12), (1, 6, 36), (3, 7, 21), (3, 7, 42), (3, 7, 84), (4, 1, 24), (2, 30, 120)]
-GAMMA, GAE_LAMBDA = 0.9, 0.8
+GAMMA, LAMBDA = 0.9, 0.8
 # Options of gradient steps, and how many epochs a rollout has.
 CLIPPED = [("--max-grad-norm", 0.1), ("--no-norm-adv", "--no-clip-vloss", "--max-grad-norm", 1e3)]
 KL = [(("--target-kl", 0), 1), (("--target-kl", 1e9, "--no-anneal-lr"), 3)]
+RATES = [(name, *case) for name in PPO for case in KL] + [(name, (), 3) for name in PQN]
 
 
 def fresh(name: str, case: tuple[int, int, int], *args) -> dict:
     """A run in the scripted world with one gradient step a rollout."""
     sizes = zip(("--num-envs", "--num-steps", "--total-timesteps"), case, strict=True)
-    once = ("--num-minibatches", 1, "--update-epochs", 1, "--gamma", GAMMA, "--gae-lambda", GAE_LAMBDA)
+    once = ("--num-minibatches", 1, "--update-epochs", 1, "--gamma", GAMMA)
+    once += ("--q-lambda" if name in PQN else "--gae-lambda", LAMBDA)
     return play(name, *(part for size in sizes for part in size), *once, *args)
 
 
@@ -72,7 +89,7 @@ def plain_gae(steps: dict[str, np.ndarray], values: np.ndarray) -> np.ndarray:
         if steps["valid"][step, env]:
             after = 0 if steps["terminated"][step, env] else values[step + 1, env]
             delta = steps["reward"][step, env] + GAMMA * after - values[step, env]
-            advantages[step, env] = delta + GAMMA * GAE_LAMBDA * advantages[step + 1, env]
+            advantages[step, env] = delta + GAMMA * LAMBDA * advantages[step + 1, env]
     return advantages[:-1]
 
 
@@ -122,23 +139,26 @@ def test_the_batch_is_what_happened_and_dummy_steps_count_nowhere(name, case):
     if name in ATARI:
         np.testing.assert_array_equal(actions[:-1, :, 0], instances(result)[0].actions[-num_steps:])
 
+    state, obs = result["state"], obs.flatten(0, 1)
     with torch.no_grad():
-        both = evaluate(result["state"]["agent"], obs.flatten(0, 1), actions.flatten(0, 1))[:2]
-    log_prob, values = (part.view(valid.shape).numpy() for part in both)
+        if name in PQN:
+            both = state["q_network"](obs).max(dim=1)
+        else:
+            both = evaluate(state["agent"], obs, actions.flatten(0, 1))[1::-1]
+    values, log_prob = (part.view(valid.shape).numpy() for part in both)
     advantages, valid = plain_gae(steps, values), valid[:-1]
     targets = values[:-1] + advantages
-    expected = {
-        "log_prob": log_prob[:-1],
-        "advantages": advantages,
-        "targets": targets,
-        "values": values[:-1],
-    }
+    expected = {"targets": targets}
+    if name in PPO:
+        expected |= {"log_prob": log_prob[:-1], "advantages": advantages, "values": values[:-1]}
     batch = named(result["batch"], result["batch_columns"])
     np.testing.assert_array_equal(batch["valid"].view(valid.shape), valid)
     for key, column in expected.items():
         np.testing.assert_allclose(batch[key].view(valid.shape)[valid], column[valid], rtol=1e-4, atol=1e-4)
     for key in {"obs", "actions"} & batch.keys():
         assert torch.equal(batch[key], rollout[key][:-1].flatten(0, 1))
+    if name in PQN:
+        return
     explained = 1 - np.var(advantages[valid]) / max(np.var(targets[valid]), 1e-8)
     np.testing.assert_allclose(result["losses"]["explained_variance"], explained, rtol=1e-3, atol=1e-3)
 
@@ -215,7 +235,8 @@ def test_actions_have_the_frequencies_of_the_softmax(name):
 # ---- Gradient steps ----------------------------------------------------------------------------------------
 def known(name: str, *args) -> dict:
     """A run on the eve of gradient steps on random rows, some not valid."""
-    result = fresh(name, (3, 20, 60), "--ent-coef", 0.2, "--vf-coef", 0.7, "--clip-coef", 0.2, *args)
+    weights = () if name in PQN else ("--ent-coef", 0.2, "--vf-coef", 0.7, "--clip-coef", 0.2)
+    result = fresh(name, (3, 20, 60), *weights, *args)
     conftest.begin_anew(result, noise=0.02)
     batch, space = result["batch"].normal_(), instances(result)[0].action_space
     rows = named(batch, result["batch_columns"])
@@ -225,6 +246,8 @@ def known(name: str, *args) -> dict:
     if "obs" not in rows:
         rows["obs"] = result["rollout_obs"].random_(256)[:-1].flatten(0, 1)
     # So that some of the ratios and values, not all of them, are beyond the clip.
+    if name in PQN:
+        return result | {"known": rows}
     with torch.no_grad():
         log_prob, values, _ = evaluate(result["state"]["agent"], rows["obs"], rows["actions"])
     rows["log_prob"].copy_(log_prob[:, None] + 0.4 * torch.randn(60, 1))
@@ -260,7 +283,7 @@ def losses_by_hand(agent: Callable, result: dict, indices: Tensor) -> dict[str, 
 
 
 @pytest.mark.parametrize("options", CLIPPED)
-@each_script
+@ppo
 def test_gradient_steps_are_those_of_the_paper(name, options):
     rate = 1e-4
     result = known(name, "--learning-rate", rate, *options)
@@ -283,21 +306,66 @@ def test_gradient_steps_are_those_of_the_paper(name, options):
     conftest.assert_steps_by_hand(result, by_hand, rate)
 
 
+@pytest.mark.parametrize("max_norm", [0.1, 1e3])
+@pqn
+def test_gradient_steps_are_of_the_squared_error_by_radam(name, max_norm):
+    """Twelve: from the sixth on RAdam divides by the deviation of gradients."""
+    rate = 1e-4
+    result = known(name, "--learning-rate", rate, "--max-grad-norm", max_norm)
+    batch, network = result["known"], copy.deepcopy(result["state"]["q_network"]).requires_grad_(True)
+    optimizer = torch.optim.RAdam(network.parameters(), lr=rate)
+    minibatches = torch.randperm(60).chunk(3) * 4
+    for indices in minibatches:
+        valid = indices[batch["valid"][indices, 0] == 1]
+        rows = {key: column[valid] for key, column in batch.items()}
+        chosen = nn.functional.one_hot(rows["actions"][:, 0].long(), network(rows["obs"]).shape[1])
+        q_values = (network(rows["obs"]) * chosen).sum(1)
+        losses = {"td_loss": ((q_values - rows["targets"][:, 0]) ** 2).mean(), "q_values": q_values.mean()}
+        optimizer.zero_grad()
+        losses["td_loss"].backward()
+        norm = nn.utils.clip_grad_norm_(network.parameters(), max_norm)
+        assert (norm > max_norm) == (max_norm == 0.1)
+        optimizer.step()
+    for indices in minibatches:
+        result["update"](indices)
+    by_hand = {"state": result["state"] | {"q_network": network, "optimizer": optimizer}, "losses": losses}
+    conftest.assert_steps_by_hand(result, result | by_hand, rate)
+
+
+@pqn
+def test_so_many_actions_are_random_as_epsilon_says(name):
+    """It falls from 1 to 0.2 over the first half of the steps. Of four actions, or two, some are the best."""
+    epsilon = ("--start-e", 1, "--end-e", 0.2, "--exploration-fraction", 0.5, "--learning-rate", 0)
+    with patch("numpy.where", wraps=np.where) as where:
+        result = fresh(name, (4, 50, 1600), *epsilon)
+    told = [call.args for call in where.call_args_list if len(call.args) == 3]
+    explores, others, best = (np.stack(part) for part in zip(*told, strict=True))
+    assert result["logged"]["charts/epsilon"][-1] == (result["global_step"], pytest.approx(0.2))
+    share = explores.reshape(-1, 50, 4).mean(axis=(1, 2))
+    assert share[0] > 0.85 and abs(share[-3:].mean() - 0.2) < 0.06
+    network, rollout = result["state"]["q_network"], of_rollout(result)
+    assert len(np.unique(others)) == network.network[-1].out_features
+    assert np.array_equal(np.where(explores, others, best)[-50:], rollout["actions"][:-1, :, 0])
+    with torch.no_grad():
+        values = network(rollout["obs"][:-1].flatten(0, 1))
+    assert np.array_equal(values.argmax(dim=1), best[-50:].flatten())
+
+
 @each_script
 def test_a_minibatch_with_next_to_no_valid_row_does_no_harm(name):
-    result = known(name, "--ent-coef", 0)
-    before = copy.deepcopy(result["state"]["agent"].state_dict())
+    result = known(name, *(() if name in PQN else ("--ent-coef", 0)))
+    network, loss = ("q_network", "td_loss") if name in PQN else ("agent", "policy_loss")
+    before = copy.deepcopy(result["state"][network].state_dict())
     for valid_rows in (0, 1):
         result["known"]["valid"].copy_(torch.arange(60)[:, None] < valid_rows)
         result["update"](torch.arange(60))
         assert all(value.isfinite().all() for value in numbers(result).values())
-        assert result["losses"]["policy_loss"] == 0
+        assert (name in PQN and valid_rows) or result["losses"][loss] == 0
         if not valid_rows:
-            torch.testing.assert_close(result["state"]["agent"].state_dict(), before, rtol=0, atol=0)
+            torch.testing.assert_close(result["state"][network].state_dict(), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("options", "epochs"), KL)
-@each_script
+@pytest.mark.parametrize(("name", "options", "epochs"), RATES)
 def test_gradient_steps_are_so_many_at_a_falling_rate(name, options, epochs):
     steps = ("--num-minibatches", 4, "--update-epochs", 3, "--learning-rate", 0.001)
     with patch("torch.randperm", wraps=torch.randperm) as shuffle:
@@ -315,7 +383,7 @@ def test_gradient_steps_are_so_many_at_a_falling_rate(name, options, epochs):
     assert float(applied) == pytest.approx(expected[-1])
 
 
-@each_script
+@ppo
 def test_learning_from_a_rollout_ends_after_the_epoch_whose_kl_passes_the_target(name):
     def learn(*options) -> dict:
         steps = ("--num-minibatches", 4, "--learning-rate", 0.01, "--update-epochs")

@@ -311,6 +311,19 @@ def test_runs_of_the_original_leanrl_have_its_script_flags_and_interpreter(tmp_p
     assert {"cleanrl", "sb3", "sbx", "rltools", "eager", "compile"} == {run.mode for run in without}
 
 
+def test_cleanrls_scripts_that_its_package_does_not_have_run_from_a_clone(tmp_path):
+    (tmp_path / "cleanrl").mkdir()
+    args = selection.Args(scripts=("ppo", "pqn"), modes=("cleanrl",), peers=Path(sys.executable))
+    assert {run.algorithm for run in selection.select(args, gpus=[])} == {"ppo"}
+    args.cleanrl = tmp_path
+    with pytest.raises(SystemExit):
+        selection.check_args(args)
+    (tmp_path / "cleanrl" / "pqn.py").touch()
+    selection.check_args(args)
+    commands = {r.algorithm: r.command(args.peers, None, tmp_path) for r in selection.select(args, gpus=[])}
+    assert f"--cleanrl={tmp_path}" in commands["pqn"] and f"--cleanrl={tmp_path}" not in commands["ppo"]
+
+
 def test_each_seed_of_the_selection_is_a_run_of_several_agents():
     runs = selection.select(selection.Args(modes=("both", "seeds_both"), seeds=(3, 5)), gpus=["0"])
     of_several = [run for run in runs if run.mode == "seeds_both"]

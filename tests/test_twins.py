@@ -91,7 +91,7 @@ ARGS = {
     (False, "continuous"): (*REACHER, *TWENTY, "--num-envs", 4),
     (False, "discrete"): (*EACH_STEP, "--env-id", "CartPole-v1", *TWENTY, "--num-envs", 4),
     (True, "continuous"): (*REACHER, *EPOCHS, 64, "--num-envs", 4, "--total-timesteps", 512),
-    (True, "discrete"): ("--env-id", "envs:Codes-v0", *EPOCHS, 64, "--total-timesteps", 384),
+    (True, "discrete"): ("--env-id", "CartPole-v1", *EPOCHS, 64, "--total-timesteps", 512),
     (True, "atari"): (*EPOCHS, 16, "--num-envs", 2, "--total-timesteps", 64),
 }
 # Of four environments: as often as the others; the replay buffer is full in the end.
@@ -100,6 +100,7 @@ CASES = [(name, EACH_VECTOR_STEP if conftest.takes(name, "num_updates") else ())
 # There are two kinds of steps of the critics.
 OFTEN = ("--no-autotune", "--policy-frequency", 3, "--target-network-frequency", 2, "--num-envs", 1)
 CASES += [("sac_continuous_action", OFTEN)]
+CASES += [("ppo", ("--env-id", "envs:Codes-v0", "--total-timesteps", 384))]
 CASES += [("dqn", ("--double", "--env-id", "envs:BytesChoices-v0", "--num-envs", 1))]
 # What a user changes, by the same text in both files. With ReLU the policy of PPO is not NumPy's. Each of two
 # critics has a gain and a bias of its own.

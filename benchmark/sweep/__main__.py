@@ -40,7 +40,7 @@ class Sweep:
 
     def __init__(self, args: Args, runs: list[Run], folder: Path, gpus: list[str], lock: TextIO):
         self.runs, self.folder, self.most_attempts = runs, folder, args.attempts
-        self.peers = args.peers, args.leanrl
+        self.peers = args.peers, args.leanrl, args.cleanrl
         self.time_limit = 60 * (args.time_limit or PROFILES[args.profile].time_limit)
         all_at_once = args.profile in ("learning", "check") and args.cluster == "local"
         workers = args.workers or ((len(gpus) or usable_cores()) if all_at_once else 1)

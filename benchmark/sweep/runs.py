@@ -79,6 +79,8 @@ class Args:
     """the interpreter of an environment with requirements/peers.txt (./run.sh peers gives it)"""
     leanrl: Path | None = None
     """a clone of the original LeanRL, which runs with .venv-leanrl/bin/python (./run.sh peers makes it)"""
+    cleanrl: Path | None = None
+    """a clone of CleanRL, for the scripts that its package does not have: PQN's"""
     folder: Path | None = None
     """the sweep's folder, by default sweeps/<profile>-<commit>"""
     workers: int | None = None
@@ -126,8 +128,10 @@ class Run:
         parts += ["=".join(option) for option in self.options]
         return "-".join(map(str, [*parts, f"seed{self.seed}"])).replace("/", "_")
 
-    def command(self, peers: Path | None, leanrl: Path | None = None) -> list[str]:
-        """The command that does it, of a library with the interpreter `peers` or for the clone `leanrl`."""
+    def command(
+        self, peers: Path | None, leanrl: Path | None = None, cleanrl: Path | None = None
+    ) -> list[str]:
+        """The command that does it, of a library with the interpreter `peers` or with a clone of it."""
         values = {"env-id": self.env_id, "seed": self.seed, "total-timesteps": self.steps}
         values |= {"learning-starts": self.learning_starts, "checkpoint-every": self.checkpoint_every}
         given = {name: value for name, value in values.items() if value is not None} | dict(self.options)
@@ -139,6 +143,8 @@ class Run:
             return [str(LEANRL_PYTHON), *which, *mode.flags, *options]
         if self.mode in PEERS:
             program, *library = mode.program
+            if self.mode == "cleanrl" and not COLLECTION[self.algorithm].in_cleanrl_package:
+                options.append(f"--cleanrl={cleanrl.absolute()}")
             return [str(peers.absolute()), str(programs / program), *library, self.algorithm, *options]
         return [sys.executable, str(script_of(self.algorithm, self.mode)), *mode.flags, *options]
 
@@ -182,6 +188,8 @@ def check_args(args: Args) -> None:
         refuse(f"--modes {', '.join(ORIGINAL)} need --leanrl: use ./run.sh peers --leanrl CLONE")
     if args.leanrl and not (args.leanrl / "leanrl" / "sac_continuous_action.py").exists():
         refuse(f"--leanrl takes a clone of the original LeanRL, got {args.leanrl}")
+    if args.cleanrl and not (args.cleanrl / "cleanrl" / "pqn.py").exists():
+        refuse(f"--cleanrl takes a clone of CleanRL, got {args.cleanrl}")
     if args.leanrl and not LEANRL_PYTHON.exists():
         refuse(f"--leanrl needs {LEANRL_PYTHON}: use ./run.sh peers")
 
@@ -202,6 +210,8 @@ def obstacle(mode: str, script: str, args: Args, gpus: list[str]) -> str | None:
     """Why a mode of a script cannot be run here; None if it can, or where the library does not do it."""
     if mode in SEEDS and not script_of(script, mode).exists():
         return f"needs leanrl/{script_of(script, mode).name}, which there is not"
+    if mode == "cleanrl" and not (COLLECTION[script].in_cleanrl_package or args.cleanrl):
+        return f"needs --cleanrl for {script}, which its package does not have"
     if mode in LIBRARIES and args.options:
         return "does not take --options, which are arguments of our scripts"
     if mode in CUDA_MODES and not gpus:
