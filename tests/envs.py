@@ -403,4 +403,4 @@ register(Probe, "ObservationReward", length=1, terminated=True, **SEEN)
 LATE = {"observe": lambda step, _: step, "reward": lambda step, _: float(step == 2)}
 register(Probe, "LateReward", length=3, terminated=True, **LATE)
 # Value 1 / (1 - gamma), however soon episodes are cut: their state goes on.
-register(Probe, "Truncated", length=3, terminated=False, observe=lambda *_: 0, reward=lambda *_: 1)
+register(Probe, "Truncated", length=3, terminated=False, observe=lambda *_: 1, reward=lambda *_: 1)

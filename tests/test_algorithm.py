@@ -304,7 +304,7 @@ def test_a_policy_is_its_network_in_numpy_too_which_acts_where_it_knows_it(case,
 def test_a_policy_in_numpy_has_the_parameters_of_the_last_gradient_step():
     """By a learning rate with which each step prefers other actions."""
     args = (*ARGS[DQN[0]], "--learning-rate", 1, "--start-e", 0, "--end-e", 0, "--total-timesteps", 60)
-    with draws_of_a_twin():
+    with draws_of_a_twin(DQN[0]):
         eager = play(DQN[0], *args)
     assert torch.equal(eager["buffer"][:60, 0], play(DQN[1], *args)["buffer"][:60, 0])
     assert len(eager["buffer"][40:60, 0].unique()) > 1

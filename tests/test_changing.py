@@ -39,7 +39,7 @@ def example(title: str, name: str) -> AbstractContextManager:
 def test_the_same_diff_in_both_files_computes_the_same(title):
     name, *args = EXAMPLES[title]
     twin, results = f"{name}_torchcompile", []
-    with example(title, name), draws_of_a_twin():
+    with example(title, name), draws_of_a_twin(name):
         results.append(run(name, *args))
     with example(title, twin):
         torch._dynamo.reset()

@@ -88,7 +88,7 @@ def test_only_critics_see_a_privileged_state():
     """In EnvPool's own environments, with a replay buffer that is full; eager and twin compute the same."""
     go1 = ("--env-id", "Go1JoystickFlatTerrain-v1", "--env-backend", "envpool", "--num-envs", 2)
     small = ("--batch-size", 16, "--buffer-size", 40, "--learning-starts", 20, "--total-timesteps", 60)
-    with draws_of_a_twin():
+    with draws_of_a_twin("fast_td3"):
         eager = run("fast_td3", *go1, *small)
     assert_same_numbers(eager, run("fast_td3_torchcompile", *go1, *small))
     state, seen = eager["state"], np.ones(123 + 48)

@@ -52,7 +52,7 @@ def sound_graphs(monkeypatch):
 @each
 def test_twin_computes_what_the_eager_script_does_and_goes_on(script, flags, tmp_path):
     (train, args, atol), options = how(script), {"cuda": True, "directory": tmp_path}
-    with draws_of_a_twin():
+    with draws_of_a_twin(script):
         eager = train(script, *args, cuda=True)
     with torch._inductor.config.patch(fallback_random=True):
         twin = train(f"{script}_torchcompile", *args, *flags, "--save-model", **options)

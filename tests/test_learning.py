@@ -40,7 +40,7 @@ def learn(name: str) -> tuple[int, list]:
 
 
 PROBES = {"ObservationReward": {value: value for value in (-0.8, -0.3, 0.2, 0.7)}}
-PROBES |= {"LateReward": {0: 0.25, 1: 0.5, 2: 1}, "Truncated": {0: 2}}
+PROBES |= {"LateReward": {0: 0.25, 1: 0.5, 2: 1}, "Truncated": {1: 2}}
 
 
 @pytest.mark.parametrize("probe", PROBES)

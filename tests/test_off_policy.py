@@ -449,7 +449,7 @@ CASES = [(f"{name}{suffix}", options) for name, options in OPTIONS for suffix in
 def test_gradient_steps_are_those_of_the_papers(name, options):
     result, algorithm = known(name, *options), name.removesuffix("_torchcompile")
     by_hand = ByHand(result)
-    with conftest.draws_of_a_twin():
+    with conftest.draws_of_a_twin(name):
         for update in (getattr(by_hand, algorithm), result["update"]):
             torch.manual_seed(1)
             for flags in STEPS[algorithm]:

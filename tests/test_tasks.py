@@ -175,7 +175,7 @@ def test_layers_can_be_frozen(name):
         "ppo": "agent.actor.{}.weight",
     }
     learner, layers = learners.get(name, "actor.fc{}.weight"), (0, 2) if name.startswith("ppo") else (1, 2)
-    for file, draws in ((name, draws_of_a_twin()), (f"{name}_torchcompile", nullcontext())):
+    for file, draws in ((name, draws_of_a_twin(name)), (f"{name}_torchcompile", nullcontext())):
         with changed(file, passage, f"{passage}.requires_grad_(False)"), draws:
             before = conftest.numbers(run(file, *options, *conftest.rates(name, 0)))
             states.append(after := conftest.numbers(run(file, *options)))

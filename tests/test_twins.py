@@ -122,7 +122,7 @@ def train(case: tuple, twin: str = "", *flags) -> dict:
         conftest.play if name in ATARI else conftest.run,
         ARGS[name in ON_POLICY, algorithm(name).actions],
     )
-    with changed(name + twin, *passages), nullcontext() if twin else conftest.draws_of_a_twin():
+    with changed(name + twin, *passages), nullcontext() if twin else conftest.draws_of_a_twin(name):
         return run(name + twin, *args, *options, *flags)
 
 
