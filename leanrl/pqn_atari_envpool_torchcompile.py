@@ -574,7 +574,7 @@ if __name__ == "__main__":
         torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
         torch._inductor.config.fallback_random = device.type == "cpu"  # as eager, and faster
         torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes 5 s
-        torch._inductor.config.max_pointwise_cat_inputs = 16  # one GPU kernel joins the gradient's 13 parts
+        torch._inductor.config.max_pointwise_cat_inputs = 18  # one GPU kernel joins the gradient's 18 parts
         act, prepare, update = map(Compiled, (act, prepare, update))
     # [fast: graph capture] One launch for all kernels of a call.
     cudagraphs = args.cudagraphs and device.type == "cuda"
