@@ -218,17 +218,22 @@ class RAdam(nn.Module):
         """Take a step down the gradient of a loss; `backward()` and `step()` would break the graph."""
         (grad,) = torch.autograd.grad(loss, self.params[0])
         with torch.no_grad():
-            grad = grad * (self.max_norm / (grad.square().sum().sqrt() + 1e-6)).clamp(max=1)
             step, beta1, beta2 = self.step.add_(1).double(), 0.9, 0.999  # float32 rounds rho by a tenth
-            exp_avg = self.exp_avg.lerp_(grad, 1 - beta1)
-            exp_avg_sq = self.exp_avg_sq.lerp_(grad * grad, 1 - beta2)
-            # Liu et al., algorithm 2: rho_inf, rho_t, r_t. Up to a rho of 5 it is a step with momentum alone.
+            # Liu et al., algorithm 2. Where rho is small, a step is one with momentum alone: up to 5, as in
+            # PyTorch (paper: 4).
             rho_inf = 2 / (1 - beta2) - 1
             rho = rho_inf - 2 * step * beta2**step / (1 - beta2**step)
-            rectified = (rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)
-            factor = (rectified * (1 - beta2**step)).sqrt().float() / (exp_avg_sq.sqrt() + self.eps)
-            step_size = (self.lr / (1 - beta1**step)).float()
-            self.params[0].sub_(exp_avg * torch.where(rho > 5, factor, 1) * step_size)
+            r_squared = (rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)
+            rectified = torch.where(rho > 5, (r_squared * (1 - beta2**step)).sqrt(), 1)
+            clip = (self.max_norm / (grad.square().sum().sqrt() + 1e-6)).clamp(max=1)
+            # Stacked, or a CPU would compute them anew for each few parameters.
+            numbers = torch.stack([rho, rectified * self.lr / (1 - beta1**step), clip.double()])
+            rho, step_size, clip = numbers.float().unbind()
+            grad = grad * clip
+            exp_avg = self.exp_avg.lerp_(grad, 1 - beta1)
+            exp_avg_sq = self.exp_avg_sq.lerp_(grad * grad, 1 - beta2)
+            denominator = torch.where(rho > 5, exp_avg_sq.sqrt() + self.eps, 1)
+            self.params[0].sub_(exp_avg / denominator * step_size)
 
 
 # [fast: direct calls] Around small networks a call of `torch.compile` takes long; docs/tricks.md times it.

@@ -254,15 +254,19 @@ class Adam(nn.Module):
         """Take a step down the gradient of a loss; `backward()` and `step()` would break the graph."""
         (grad,) = torch.autograd.grad(loss, self.params[0])
         with torch.no_grad():
-            if self.max_norm < math.inf:
-                grad = grad * (self.max_norm / (grad.square().sum().sqrt() + 1e-6)).clamp(max=1)
             step, beta1, beta2 = self.step.add_(1), 0.9, 0.999
+            numbers = [(1 - beta2**step).sqrt(), self.lr / (1 - beta1**step)]
+            if self.max_norm < math.inf:
+                numbers += [(self.max_norm / (grad.square().sum().sqrt() + 1e-6)).clamp(max=1)]
+            # Stacked, or a CPU would compute them anew for each few parameters: 25 us for 11,000, not 102.
+            correction, step_size, *clip = torch.stack(numbers).unbind()
+            grad = grad * clip[0] if clip else grad
             exp_avg = self.exp_avg.lerp_(grad, 1 - beta1)
             exp_avg_sq = self.exp_avg_sq.lerp_(grad * grad, 1 - beta2)
-            denominator = exp_avg_sq.sqrt() / (1 - beta2**step).sqrt() + self.eps
+            denominator = exp_avg_sq.sqrt() / correction + self.eps
             if self.decay:
                 self.params[0].mul_(1 - self.lr * self.decay)
-            self.params[0].sub_(exp_avg / denominator * (self.lr / (1 - beta1**step)))
+            self.params[0].sub_(exp_avg / denominator * step_size)
 
 
 # [fast: direct calls] Around small networks a call of `torch.compile` takes long; docs/tricks.md times it.
