@@ -454,7 +454,10 @@ if __name__ == "__main__":
         return (x * valid).sum() / valid.sum().clamp(min=1)
 
     def lambda_returns(rewards: Tensor, values: Tensor, terminated: Tensor, valid: Tensor) -> Tensor:
-        """Returns Q(lambda), (T, n, 1) (Gallici et al., section 4: after the last step, the highest value).
+        """Returns Q(lambda), (T, n, 1), where V is the highest value (Gallici et al., section 4):
+
+        R_t = r_t + gamma ((1 - lambda) V_{t+1} + lambda R_{t+1}), and lambda is 0 after the last step. So
+        R_t - V_t are the advantages of PPO.
 
         rewards, terminated: (T, n, 1). values, valid: (T + 1, n, 1), with the last obs. Where a row is not
         valid its step only reset the environment: the recursion stops on both sides of it, and a truncated
@@ -535,8 +538,8 @@ if __name__ == "__main__":
             random_actions = torch.randint(num_actions, chances.shape).numpy()
             for step in range(args.num_steps):
                 obs = torch.from_numpy(rollout_obs[step]).to(device, non_blocking=True)
-                explores = chances[step] < schedule(global_step)
                 best_actions = act(obs).cpu().numpy()  # sync
+                explores = chances[step] < schedule(global_step)
                 rollout_actions[step] = actions = np.where(explores, random_actions[step], best_actions)
                 next_obs, rewards, terminated, truncated, infos = envs.step(actions + first_action)
                 rollout_rewards[step], rollout_terminated[step] = rewards, terminated

@@ -12,7 +12,8 @@ Paper:  Gallici et al., "Simplifying Deep Temporal Difference Learning", arXiv:2
 Run:    python pqn_atari_envpool.py --env-id Breakout-v5
 Twin:   pqn_atari_envpool_torchcompile.py computes the same, compiled and captured. Read their diff.
 
-Deviations from the paper; the hyper-parameters are CleanRL's:
+Deviations from the paper; the hyper-parameters and the network are CleanRL's:
+- a layer is normalised over all of its features, at all places (authors' code: at each place);
 - 8 environments with rollouts of 128 steps (paper: 128 and 32), which are learnt from four times (twice);
 - epsilon falls with each step of the environments, not with each rollout;
 - the step that only resets a game, or goes on after a lost life, is no transition and is masked out;
@@ -388,7 +389,10 @@ if __name__ == "__main__":
         return (x * valid).sum() / valid.sum().clamp(min=1)
 
     def lambda_returns(rewards: Tensor, values: Tensor, terminated: Tensor, valid: Tensor) -> Tensor:
-        """Returns Q(lambda), (T, n, 1) (Gallici et al., section 4: after the last step, the highest value).
+        """Returns Q(lambda), (T, n, 1), where V is the highest value (Gallici et al., section 4):
+
+        R_t = r_t + gamma ((1 - lambda) V_{t+1} + lambda R_{t+1}), and lambda is 0 after the last step. So
+        R_t - V_t are the advantages of PPO.
 
         rewards, terminated: (T, n, 1). values, valid: (T + 1, n, 1), with the last obs. Where a row is not
         valid its step only reset the game or went on after a lost life: the recursion stops on both sides of

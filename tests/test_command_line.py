@@ -26,7 +26,7 @@ CONTINUOUS = [name for name in SCRIPTS if conftest.algorithm(name).actions == "c
 # Integers that may be 0, and numbers that may not be above 1.
 SIGNED = {"v_min", "v_max"}
 FROM_0 = ("seed", "learning_starts", "env_threads")
-FRACTIONS = ("gamma", "tau", "gae_lambda", "start_e", "end_e", "exploration_fraction")
+FRACTIONS = ("gamma", "tau", "gae_lambda", "q_lambda", "start_e", "end_e", "exploration_fraction")
 # Environments, what is said about them, and by which scripts.
 UNFIT = [
     ("HalfCheetah-v99", "doesn't exist", [name for name in SCRIPTS if name not in ATARI]),
@@ -38,8 +38,9 @@ UNFIT = [
     ("envs:Unbounded-v0", "bounded vectors of floats", [name for name in CONTINUOUS if name in OFF_POLICY]),
     ("envs:Flat-v0", "bounded vectors of floats", [name for name in CONTINUOUS if name in OFF_POLICY]),
     ("Pendulum-v1", "iscrete actions", [name for name in SCRIPTS if name in conftest.DISCRETE]),
-    ("CartPole-v1", "an Atari game of EnvPool", ATARI[:1]),
-    ("NoSuchGame-v5", "not NoSuchGame-v5", ATARI[:1]),
+    ("envs:Codes-v0", "takes Discrete actions", ["pqn", "dqn"]),
+    ("CartPole-v1", "an Atari game of EnvPool", ATARI[::2]),
+    ("NoSuchGame-v5", "not NoSuchGame-v5", ATARI[::2]),
 ]
 # One game of Breakout takes some 200 steps.
 GAME = ("--num-envs", "1", "--num-steps", "600", "--total-timesteps", "600", "--update-epochs", "1")

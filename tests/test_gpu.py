@@ -23,7 +23,7 @@ ROLLOUTS = ("--num-minibatches", 2, "--update-epochs", 2, "--num-envs")
 CHOICES = ("--num-envs", 65, "--train-frequency", 65, "--target-network-frequency", 195)
 CHOICES += ("--learning-starts", 65, "--total-timesteps", 1365)
 # A dozen gradient steps or two, and how far parameters may be apart: a step of the learning rate, as in
-# test_twins.py. With so many environments the policies of PPO and DQN are PyTorch's.
+# test_twins.py. With so many environments the policies of PPO and DQN are PyTorch's, too.
 MANY = (*ROLLOUTS, 257, "--num-steps", 4, "--total-timesteps", 2500)
 RUNS = {
     (False, "continuous"): (run, (*REACHER, 85), 1e-3),
@@ -91,7 +91,7 @@ def test_compiled_random_numbers_are_captured(script):
     args += ("--start-e", 0.4, "--end-e", 0.4) if script in DQN else ()  # 0 at capture
     eager = train(script, *args, cuda=True)
     for result in (eager, train(f"{script}_torchcompile", *args, *BOTH, cuda=True)):
-        if script not in ON_POLICY or script in ATARI:  # PPO's noise else is the host's
+        if script not in ON_POLICY or script == "ppo_atari_envpool":  # else the noise is the host's
             obs = result["rollout_obs"][0] if script in ATARI else None
             if obs is None:
                 shape = result["envs"].observation_space.shape

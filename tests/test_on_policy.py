@@ -41,7 +41,8 @@ GAMMA, LAMBDA = 0.9, 0.8
 # Options of gradient steps, and how many epochs a rollout has.
 CLIPPED = [("--max-grad-norm", 0.1), ("--no-norm-adv", "--no-clip-vloss", "--max-grad-norm", 1e3)]
 KL = [(("--target-kl", 0), 1), (("--target-kl", 1e9, "--no-anneal-lr"), 3)]
-RATES = [(name, *case) for name in PPO for case in KL] + [(name, (), 3) for name in PQN]
+RATES = [(name, *case) for name in PPO for case in KL]
+RATES += [(name, options, 3) for name in PQN for options in ((), ("--no-anneal-lr",))]
 
 
 def fresh(name: str, case: tuple[int, int, int], *args) -> dict:
@@ -91,6 +92,19 @@ def plain_gae(steps: dict[str, np.ndarray], values: np.ndarray) -> np.ndarray:
             delta = steps["reward"][step, env] + GAMMA * after - values[step, env]
             advantages[step, env] = delta + GAMMA * LAMBDA * advantages[step + 1, env]
     return advantages[:-1]
+
+
+def plain_returns(steps: dict[str, np.ndarray], values: np.ndarray) -> np.ndarray:
+    """Returns Q(lambda), (T, n), of the valid rows, by the recursion of the paper."""
+    returns = np.zeros(values.shape)
+    for step, env in reversed([*np.ndindex(len(values) - 1, values.shape[1])]):
+        if steps["valid"][step, env]:
+            last = step == len(values) - 2 or not steps["valid"][step + 1, env]
+            mixed = (1 - LAMBDA) * values[step + 1, env] + LAMBDA * returns[step + 1, env]
+            after = values[step + 1, env] if last else mixed
+            returns[step, env] = steps["reward"][step, env]
+            returns[step, env] += GAMMA * after * (1 - steps["terminated"][step, env])
+    return returns[:-1]
 
 
 def evaluate(agent: Callable, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Distribution]:
@@ -147,7 +161,7 @@ def test_the_batch_is_what_happened_and_dummy_steps_count_nowhere(name, case):
             both = evaluate(state["agent"], obs, actions.flatten(0, 1))[1::-1]
     values, log_prob = (part.view(valid.shape).numpy() for part in both)
     advantages, valid = plain_gae(steps, values), valid[:-1]
-    targets = values[:-1] + advantages
+    targets = values[:-1] + advantages if name in PPO else plain_returns(steps, values)
     expected = {"targets": targets}
     if name in PPO:
         expected |= {"log_prob": log_prob[:-1], "advantages": advantages, "values": values[:-1]}
