@@ -7,8 +7,8 @@ have, and PASSAGES of its body to all but those of many agents, which also have 
 Arguments, Environment and Networks go from each eager script to its twin, which keeps its flags and what it
 adds below its first `# [fast`. Adam and Compiled go from SAC's twin to those twins and scripts of many agents
 that have them, RAdam from PQN's twin to that for Atari; Flat goes to the twins that hold several networks,
-and from DQN's twin to those that hold one, but for Atari's. The version in CITATION.cff goes to the first
-line of each file. tests/test_twins.py checks that all of this is equal.
+from DQN's twin to those that hold one, and from that of PPO for Atari to those for Atari. The version in
+CITATION.cff goes to the first line of each file. tests/test_twins.py checks that all of this is equal.
 """
 
 import re
@@ -50,12 +50,13 @@ def passage(text: str, first: str) -> str:
 
 def shared(name: str, text: str) -> str:
     """The text of the script `name`, with what it shares as in the script where that is written."""
-    source, twin, one_network, pqn = (
+    source, twin, one_network, atari, pqn = (
         (LEANRL / f"{file}.py").read_text()
         for file in (
             "sac_continuous_action",
             "sac_continuous_action_torchcompile",
             "dqn_torchcompile",
+            "ppo_atari_envpool_torchcompile",
             "pqn_torchcompile",
         )
     )
@@ -88,7 +89,10 @@ def shared(name: str, text: str) -> str:
         flat = definition(text, "class Flat(")
         if "(self, *networks" in flat:
             text = text.replace(flat, definition(twin, "class Flat("))
-        elif "as_shape(" not in flat:  # in which the channels of images come last
+        elif "as_shape(" in flat:  # in which the channels of images come last
+            for title in ("def as_shape(", "class Flat("):
+                text = text.replace(definition(text, title), definition(atari, title))
+        else:
             text = text.replace(flat, definition(one_network, "class Flat("))
     return text
 

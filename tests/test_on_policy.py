@@ -259,9 +259,9 @@ def known(name: str, *args) -> dict:
         rows["actions"].random_(int(space.n))
     if "obs" not in rows:
         rows["obs"] = result["rollout_obs"].random_(256)[:-1].flatten(0, 1)
-    # So that some of the ratios and values, not all of them, are beyond the clip.
     if name in PQN:
         return result | {"known": rows}
+    # So that some of the ratios and values, not all of them, are beyond the clip.
     with torch.no_grad():
         log_prob, values, _ = evaluate(result["state"]["agent"], rows["obs"], rows["actions"])
     rows["log_prob"].copy_(log_prob[:, None] + 0.4 * torch.randn(60, 1))
@@ -347,16 +347,24 @@ def test_gradient_steps_are_of_the_squared_error_by_radam(name, max_norm):
 
 
 @pqn
-def test_so_many_actions_are_random_as_epsilon_says(name):
-    """It falls from 1 to 0.2 over the first half of the steps. Of four actions, or two, some are the best."""
+def test_an_action_is_random_where_epsilon_is_above_a_chance_and_else_the_best(name):
+    """Epsilon falls from 1 to 0.2 over the first half of the steps, at each of them. All chances are 0.6."""
     epsilon = ("--start-e", 1, "--end-e", 0.2, "--exploration-fraction", 0.5, "--learning-rate", 0)
-    with patch("numpy.where", wraps=np.where) as where:
+    chances = patch("torch.rand", lambda *shape, **_: torch.full(shape, 0.6))
+    with chances, patch("numpy.where", wraps=np.where) as where:
         result = fresh(name, (4, 50, 1600), *epsilon)
     told = [call.args for call in where.call_args_list if len(call.args) == 3]
     explores, others, best = (np.stack(part) for part in zip(*told, strict=True))
-    assert result["logged"]["charts/epsilon"][-1] == (result["global_step"], pytest.approx(0.2))
-    share = explores.reshape(-1, 50, 4).mean(axis=(1, 2))
-    assert share[0] > 0.85 and abs(share[-3:].mean() - 0.2) < 0.06
+
+    def expected(steps: np.ndarray) -> np.ndarray:
+        return 1 - 0.8 * np.minimum(steps / 800, 1)
+
+    before = np.cumsum([0, *(sum(row.valid for row in rows) for rows in history(result)[:-2])])
+    random = 0.6 < expected(before)
+    assert 0 < np.count_nonzero(random) % 50  # the change is within a rollout
+    assert np.array_equal(explores, np.broadcast_to(random[:, None], explores.shape))
+    steps, logged = zip(*result["logged"]["charts/epsilon"], strict=True)
+    assert logged == pytest.approx(expected(np.array(steps)))
     network, rollout = result["state"]["q_network"], of_rollout(result)
     assert len(np.unique(others)) == network.network[-1].out_features
     assert np.array_equal(np.where(explores, others, best)[-50:], rollout["actions"][:-1, :, 0])
