@@ -438,10 +438,11 @@ if __name__ == "__main__":
     losses: dict[str, Tensor] = {}  # the latest, for the log
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
-    def act(obs: Tensor) -> Tensor:
-        """The actions of the highest values, (num_envs,), for obs (num_envs, obs_dim)."""
+    def policy(obs: np.ndarray) -> np.ndarray:
+        """The action values, (num_envs, num_actions), at obs (num_envs, obs_dim)."""
         with torch.no_grad():
-            return q_network(obs).argmax(dim=1)
+            obs = torch.from_numpy(obs).to(device, non_blocking=True)
+            return q_network(obs).cpu().numpy()  # sync
 
     def best_action(obs: np.ndarray) -> int:
         """The action of the highest value at one observation, (obs_dim,)."""
@@ -537,8 +538,7 @@ if __name__ == "__main__":
             chances = torch.rand(args.num_steps, args.num_envs).numpy()
             random_actions = torch.randint(num_actions, chances.shape).numpy()
             for step in range(args.num_steps):
-                obs = torch.from_numpy(rollout_obs[step]).to(device, non_blocking=True)
-                best_actions = act(obs).cpu().numpy()  # sync
+                best_actions = policy(rollout_obs[step]).argmax(axis=1)
                 explores = chances[step] < schedule(global_step)
                 rollout_actions[step] = actions = np.where(explores, random_actions[step], best_actions)
                 next_obs, rewards, terminated, truncated, infos = envs.step(actions + first_action)

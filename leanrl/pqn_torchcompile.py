@@ -21,6 +21,7 @@ Tags, at each place that differs; docs/tricks.md has a chapter on each:
 - [fast: losses in place] tensors to write to: what a captured function returns is cloned at each call;
 - [fast: graph capture] a CUDA graph launches each of these at once;
 - [fast: warm-up] all is compiled and captured before the first step, on the state, which is then put back;
+- [fast: acting in NumPy] for a few small products a call of PyTorch takes longer than they do;
 - [fast: scan by doubling] returns take log2(T) operations in place of T.
 
 Deviations from the paper; the hyper-parameters and the network are CleanRL's:
@@ -33,6 +34,7 @@ import time
 
 START_TIME = time.perf_counter()  # the imports below are part of the start-up
 
+import copy
 import json
 import math
 import os
@@ -564,10 +566,44 @@ if __name__ == "__main__":
     losses = {name: torch.zeros((), device=device) for name in names}  # [fast: losses in place]
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
-    def act(obs: Tensor) -> Tensor:
-        """The actions of the highest values, (num_envs,), for obs (num_envs, obs_dim)."""
+    def act(obs: Tensor) -> Tensor:  # [fast: one graph]
+        """The action values (num_envs, num_actions) at obs (num_envs, obs_dim), on the device."""
+        return q_network(obs)
+
+    def torch_policy(obs: np.ndarray) -> np.ndarray:
+        """The action values, (num_envs, num_actions), at obs (num_envs, obs_dim)."""
         with torch.no_grad():
-            return q_network(obs).argmax(dim=1)
+            obs = torch.from_numpy(obs).to(device, non_blocking=True)
+            return act(obs).cpu().numpy()  # sync
+
+    # [fast: acting in NumPy] Between the steps of environments a call of PyTorch costs more than all of this.
+    def numpy_policy(obs: np.ndarray) -> np.ndarray:
+        """The same in NumPy, of linear layers, layer normalisation and ReLU."""
+        for layer, params in layers:
+            if isinstance(layer, nn.Linear):
+                obs = obs @ params[0].T + params[1]
+            elif isinstance(layer, nn.LayerNorm):
+                centred = obs - obs.sum(axis=1, keepdims=True) / obs.shape[1]
+                variance = (centred * centred).sum(axis=1, keepdims=True) / obs.shape[1]
+                obs = centred / np.sqrt(variance + layer.eps) * params[0] + params[1]
+            else:
+                obs = np.maximum(obs, 0)
+        return obs
+
+    host_network = copy.deepcopy(q_network).cpu()
+    host_params = Flat(host_network).params.detach()  # one copy brings all parameters to the host
+    leaves = [layer for layer in host_network.modules() if not [*layer.children()]]
+    layers = [(layer, [p.numpy() for p in layer.parameters()]) for layer in leaves]
+    host_params.normal_()  # the values have to agree whatever these are; the loop brings the real ones
+    example = torch.randn(64, obs_dim)
+    try:
+        same = np.allclose(numpy_policy(example.numpy()), host_network(example), atol=1e-2)
+    except (ValueError, IndexError):  # other layers, or layers that do not follow each other
+        same = False
+    act_in_numpy = same and not [*q_network.buffers()] and args.num_envs <= 64
+    policy = numpy_policy if act_in_numpy else torch_policy
+    if not (act_in_numpy or args.evaluate):
+        print("acting in PyTorch: NumPy is for 64 environments, Linear, LayerNorm and ReLU", file=sys.stderr)
 
     def best_action(obs: np.ndarray) -> int:
         """The action of the highest value at one observation, (obs_dim,)."""
@@ -653,7 +689,8 @@ if __name__ == "__main__":
         saved = {name: {k: t.clone() for k, t in item.state_dict().items()} for name, item in state.items()}
         try:
             for _ in range(6 if cudagraphs else 1):  # captured: four warm up, one records, one replays
-                act(torch.from_numpy(rollout_obs[0]).to(device))
+                if not act_in_numpy:
+                    torch_policy(rollout_obs[0])
                 prepare()
                 update(torch.arange(batch_size // args.num_minibatches, device=device))
         except InductorError as error:  # no C++ compiler, no Python.h, a space in a path
@@ -689,12 +726,13 @@ if __name__ == "__main__":
         while not last:
             remaining = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
             annealed_lr.fill_(args.learning_rate * remaining)  # [fast: numbers as tensors]
+            if act_in_numpy:  # [fast: acting in NumPy] sync: the weights, the same for a whole rollout
+                host_params.copy_(flat_q_network.params.detach())
             rollout[0] = rollout[-1]
             chances = torch.rand(args.num_steps, args.num_envs).numpy()
             random_actions = torch.randint(num_actions, chances.shape).numpy()
             for step in range(args.num_steps):
-                obs = torch.from_numpy(rollout_obs[step]).to(device, non_blocking=True)
-                best_actions = act(obs).cpu().numpy()  # sync
+                best_actions = policy(rollout_obs[step]).argmax(axis=1)
                 explores = chances[step] < schedule(global_step)
                 rollout_actions[step] = actions = np.where(explores, random_actions[step], best_actions)
                 next_obs, rewards, terminated, truncated, infos = envs.step(actions + first_action)

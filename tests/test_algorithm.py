@@ -14,6 +14,7 @@ from conftest import (
     EACH_STEP,
     ON_POLICY,
     PQN,
+    Q_LEARNING,
     SCRIPTS,
     TWINS,
     changed,
@@ -256,8 +257,8 @@ def test_adam_is_that_of_torch(kind, lr, eps, max_norm, decay):
 
 
 # ---- Policies in NumPy -------------------------------------------------------------------------------------
-CHOICES, PPO = "ppo_torchcompile", "ppo_continuous_action_torchcompile"
-ARGS = dict.fromkeys((PPO, CHOICES), ("--num-minibatches", 1, "--update-epochs", 1, "--num-steps", 2))
+CHOICES, PPO, PQN_TWIN = "ppo_torchcompile", "ppo_continuous_action_torchcompile", "pqn_torchcompile"
+ARGS = dict.fromkeys((PPO, CHOICES, PQN_TWIN), ("--num-minibatches", 1, "--update-epochs", 1, "--num-steps", 2))
 ARGS |= dict.fromkeys(DQN, (*EACH_STEP, "--batch-size", 4, "--learning-starts", 10, "--buffer-size", 1000))
 OWN = """own = type("Own", (nn.Sequential,), {"forward": lambda s, x: 2 * nn.Sequential.forward(s, x)})
         self.actor_mean = own("""
@@ -266,6 +267,8 @@ BUFFER = "self.fc3 = nn.Linear(84, num_actions, device=device); self.register_bu
 POLICIES = [
     (DQN[1], False, 64),
     (DQN[1], True, 65),
+    (PQN_TWIN, False, 64),
+    (PQN_TWIN, True, 65),
     (PPO, False, 256),
     (CHOICES, False, 256),
     (CHOICES, True, 257),
@@ -274,6 +277,10 @@ POLICIES = [
     (DQN[1], True, 1, "nn.Linear(120, 84, ", "nn.Linear(120, 84, bias=False, "),
     (DQN[1], True, 1, "self.fc3 = nn.Linear(84, num_actions, device=device)", BUFFER),
     (DQN[1], True, 1, "if obs.dtype == torch.uint8 else obs", "if False else obs.clamp(-1, 1)"),
+    (PQN_TWIN, True, 1, "nn.ReLU(),", "nn.Tanh(),"),
+    (PQN_TWIN, True, 1, "nn.LayerNorm(84, ", "nn.LayerNorm(84, bias=False, "),
+    (PQN_TWIN, False, 1, "nn.LayerNorm(84, ", "nn.LayerNorm(84, eps=0.5, "),
+    (PQN_TWIN, True, 1, "return self.network(obs)", "return self.network(obs).square()"),
     (PPO, True, 1, "nn.Tanh(),", "nn.ReLU(),"),
     (PPO, True, 1, "self.actor_logstd =", "self.actor_mean[2].bias = None; self.actor_logstd ="),
     (PPO, True, 1, "self.actor_mean = nn.Sequential(", OWN),
@@ -283,7 +290,7 @@ POLICIES = [
 @pytest.mark.parametrize("case", POLICIES, ids=str)
 def test_a_policy_is_its_network_in_numpy_too_which_acts_where_it_knows_it(case, capfd, tmp_path):
     twin, in_pytorch, num_envs, *passages = case
-    greedy = ("--start-e", 0, "--end-e", 0) if twin in DQN else ()
+    greedy = ("--start-e", 0, "--end-e", 0) if twin in Q_LEARNING else ()
     args = (*ARGS[twin], *greedy, "--num-envs", num_envs, "--learning-rate", 0.1, "--save-model")
     with changed(twin, *passages):
         play(twin, *args, "--total-timesteps", 3 * num_envs + 42, directory=tmp_path)
@@ -295,9 +302,11 @@ def test_a_policy_is_its_network_in_numpy_too_which_acts_where_it_knows_it(case,
         )
         result = play(twin, "--resume", folder, *more)
     assert capfd.readouterr().err.count("acting in PyTorch") == in_pytorch
-    network, obs = result["state"]["q_network" if twin in DQN else "agent"], torch.randn(num_envs, 4)
+    network = result["state"]["q_network" if twin in Q_LEARNING else "agent"]
+    obs = torch.randn(num_envs, 4)
     with torch.no_grad():
-        expected = network(obs).argmax(dim=1) if twin in DQN else network(obs)[0]
+        expected = network(obs) if twin in Q_LEARNING else network(obs)[0]
+        expected = expected.argmax(dim=1) if twin in DQN else expected
     torch.testing.assert_close(torch.from_numpy(result["policy"](obs.numpy())), expected)
 
 
