@@ -185,6 +185,17 @@ COLLECTION = {
         sb3="PPO",  # SBX has no policy for images
         checks=(Check("Breakout-v5", 200_000, 3.5, 20),),
     ),
+    "ppo_atari_lstm_envpool": Algorithm(
+        title="PPO with an LSTM for Atari",
+        actions="atari",
+        quick=8 * 1024,
+        speed=12 * 1024,
+        losses=OF_PPO,
+        full=10_000_000,
+        num_envs=8,
+        seeds=(1, 2),
+        cleanrl="ppo_atari_lstm",
+    ),
     "pqn": Algorithm(
         title="PQN",
         actions="discrete",

@@ -73,6 +73,7 @@ ON_POLICY = those(lambda name: algorithm(name).on_policy)
 OFF_POLICY = those(lambda name: not algorithm(name).on_policy)
 DISCRETE = those(lambda name: algorithm(name).actions == "discrete")
 ATARI = those(lambda name: algorithm(name).actions == "atari")
+MEMORY = those(lambda name: "LSTM" in load(name))  # what went before is part of what they act on
 NOT_ATARI = [name for name in SCRIPTS if name not in ATARI]
 Q_LEARNING = those(lambda name: "td_loss" in algorithm(name).losses)
 DQN = [name for name in OFF_POLICY if name in Q_LEARNING]
@@ -86,6 +87,7 @@ SHORT = dict.fromkeys(OFF_POLICY, ("--learning-starts", "100", "--total-timestep
 SHORT |= {name: (*EACH_STEP, *SHORT[name]) for name in DQN}
 ROLLOUTS = ("--num-envs", "2", "--num-steps", "50", "--num-minibatches", "5", "--update-epochs", "2")
 SHORT |= dict.fromkeys(ON_POLICY, (*ROLLOUTS, "--total-timesteps", "300"))
+SHORT |= {name: (*SHORT[name][:4], "--num-minibatches", "2", *SHORT[name][6:]) for name in MEMORY}
 # All that a test may see of the inside of a run: names in the body of a script. Whoever renames one there
 # renames it here, and in the tests that ask for it. Else tests ask for files, printed lines and the summary.
 INNER = {
@@ -94,7 +96,7 @@ INNER = {
     *("envs", "env", "obs_moments", "return_moments"),  # what it learns in, and is evaluated in
     *("act", "policy", "best_action", "sample", "prepare", "update", "kinds"),  # the algorithm
     *("state", "losses", "deviations", "buffer", "size", "columns"),  # what it has learnt and from what
-    *("rollout", "rollout_obs", "batch", "batch_columns"),
+    *("rollout", "rollout_obs", "batch", "batch_columns", "memory", "first_memory"),
     *("folders", "writers", "states", "streams"),  # of many agents
 }
 
@@ -321,6 +323,16 @@ def assert_episodes_are_counted(result: dict, steps: Iterable[Iterable]) -> None
     assert result["returns"] == [value for _, value, _ in episodes]
     logged = [result["logged"].get(f"charts/episodic_{name}", []) for name in ("return", "length")]
     assert logged == [[(step, value) for step, value, _ in episodes], [(step, n) for step, _, n in episodes]]
+
+
+def recalled(agent: nn.Module, obs: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and values, (T, n, ...), of an agent with a memory that has seen all of obs, (T, n, ...).
+
+    valid: (T, n), False where a step only resets; with the next one an episode begins.
+    """
+    keep = torch.cat([torch.zeros(1, valid.shape[1]), valid[:-1].float()])[..., None]
+    logits, values, _ = agent(obs, keep, torch.zeros(valid.shape[1], 2 * agent.lstm.hidden_dim))
+    return logits, values
 
 
 def begin_anew(result: dict, noise: float) -> None:

@@ -4,11 +4,12 @@
 
 From leanrl/sac_continuous_action.py the section Run goes to all scripts, of ENVIRONMENTS in it what they
 have, and PASSAGES of its body to all but those of many agents, which also have a `parse_args` of their own.
-Arguments, Environment and Networks go from each eager script to its twin, which keeps its flags and what it
-adds below its first `# [fast`. Adam and Compiled go from SAC's twin to those twins and scripts of many agents
-that have them, RAdam from PQN's twin to that for Atari; Flat goes to the twins that hold several networks,
-from DQN's twin to those that hold one, and from that of PPO for Atari to those for Atari. The version in
-CITATION.cff goes to the first line of each file. tests/test_twins.py checks that all of this is equal.
+Arguments, Environment and Networks go from each eager script to its twin, which keeps its flags and, below
+its first `# [fast`, what it adds, and functions that it has in place of those of the eager script. Adam and
+Compiled go from SAC's twin to those twins and scripts of many agents that have them, RAdam from PQN's twin to
+that for Atari; Flat goes to the twins that hold several networks, from DQN's twin to those that hold one, and
+from that of PPO for Atari to those for Atari. The version in CITATION.cff goes to the first line of each
+file. tests/test_twins.py checks that all of this is equal.
 """
 
 import re
@@ -85,7 +86,10 @@ def shared(name: str, text: str) -> str:
         text = text.replace(section(text, "Arguments"), arguments)
         text = text.replace(section(text, "Environment"), section(eager, "Environment"))
         networks = section(text, "Networks")
-        text = text.replace(networks, section(eager, "Networks") + networks[networks.index("# [fast") :])
+        own, same = networks[networks.index("# [fast") :], section(eager, "Networks")
+        for title in re.findall(r"(?m)^def \w+\(", own):
+            same = same.replace(definition(same, title), "") if f"\n{title}" in same else same
+        text = text.replace(networks, same + own)
         flat = definition(text, "class Flat(")
         if "(self, *networks" in flat:
             text = text.replace(flat, definition(twin, "class Flat("))

@@ -156,16 +156,17 @@ def game_rows(seed: int) -> Iterator[Row]:
 class ScriptedGames(gym.Env):
     """In place of `envpool.make`: goes through LIVES whatever the actions are, if valid, and keeps those."""
 
-    observation_space, action_space = Box(0, 255, (4, 84, 84), np.uint8), Discrete(3)
+    action_space = Discrete(3)
 
-    def __init__(self, task_id, *, env_type, num_envs, seed, episodic_life, reward_clip, **_):
+    def __init__(self, task_id, *, env_type, num_envs, seed, episodic_life, reward_clip, stack_num=4, **_):
         assert (env_type, len(seed), episodic_life) == ("gymnasium", num_envs, True)
-        self.reward_clip, self.seeds, self.actions = reward_clip, seed, []
+        self.reward_clip, self.seeds, self.actions, self.frames = reward_clip, seed, [], stack_num
+        self.observation_space = Box(0, 255, (stack_num, 84, 84), np.uint8)
         self.steps = zip(*map(game_rows, seed), strict=True)
 
     def _observe(self):
         self.step_ahead = next(self.steps)
-        return np.stack([row.obs for row in self.step_ahead])
+        return np.stack([row.obs[-self.frames :] for row in self.step_ahead])
 
     def reset(self):
         return self._observe(), {}
@@ -179,6 +180,37 @@ class ScriptedGames(gym.Env):
         info = {"reward": scores.astype(np.float32), "terminated": (over & ~truncated).astype(np.int32)}
         rewards = signs.astype(np.float32) if self.reward_clip else info["reward"]
         return self._observe(), rewards, terminated, truncated, info
+
+
+class Recall(gym.Env):
+    """In place of `envpool.make`: games of 11 steps, whose last action has to be what the first frame shows.
+
+    That frame is black (action 0) or white (action 1), all others are gray. The score is 1 or -1.
+    """
+
+    observation_space, action_space = Box(0, 255, (1, 84, 84), np.uint8), Discrete(2)
+
+    def __init__(self, task_id, *, num_envs, seed, **_):
+        self.random, self.num_envs = np.random.default_rng(seed), num_envs
+        self.place = np.zeros(num_envs, dtype=int)  # of a step in its game; 11 is the one that only resets
+        self.cue = np.zeros(num_envs, dtype=int)
+
+    def _observe(self):
+        begins = self.place == 0
+        self.cue[begins] = self.random.integers(2, size=begins.sum())
+        shades = np.where(begins, 255 * self.cue, 128).astype(np.uint8)
+        return np.broadcast_to(shades[:, None, None, None], (self.num_envs, 1, 84, 84)).copy()
+
+    def reset(self):
+        self.place[:] = 0
+        return self._observe(), {}
+
+    def step(self, actions):
+        over = self.place == 10
+        score = np.where(over, np.where(actions == self.cue, 1.0, -1.0), 0.0).astype(np.float32)
+        self.place = np.where(self.place == 11, 0, self.place + 1)
+        info = {"reward": score, "terminated": over.astype(np.int32)}
+        return self._observe(), score, over, np.zeros(self.num_envs, dtype=bool), info
 
 
 class Probe(gym.Env):

@@ -12,6 +12,7 @@ from conftest import (
     ATARI,
     DQN,
     EACH_STEP,
+    MEMORY,
     ON_POLICY,
     PQN,
     Q_LEARNING,
@@ -63,9 +64,13 @@ def network_of(script: dict) -> nn.Module:
 
 @each_script("Agent", of=ATARI)
 def test_agent_sees_frames_between_0_and_1(script):
-    agent, obs = network_of(script), torch.randint(256, (2, 84, 84, 4), dtype=torch.uint8)
-    hidden = agent.network(obs.movedim(-1, 1).contiguous().double().div(255).float())
-    torch.testing.assert_close(agent(obs), (agent.actor(hidden), agent.critic(hidden)))
+    agent = network_of(script)
+    obs = torch.randint(256, (2, 84, 84, agent.network[0].in_channels), dtype=torch.uint8)
+    hidden, recall = agent.network(obs.movedim(-1, 1).contiguous().double().div(255).float()), ()
+    if "LSTM" in script:
+        obs, recall = obs[None], (torch.ones(1, 2, 1), torch.randn(2, 256))
+        hidden, _ = agent.lstm(hidden[None], *recall)
+    torch.testing.assert_close(agent(obs, *recall)[:2], (agent.actor(hidden), agent.critic(hidden)))
 
 
 @each_script("QNetwork", of=PQN)
@@ -95,11 +100,43 @@ def test_network_starts_orthogonal(script):
     agent, root = network_of(script), 2**0.5
     gains = [root, root, root, root, 0.01, 1.0] if "Games" in script else [root, root, 1.0, root, root, 0.01]
     gains = [root] * (5 if "Games" in script else 3) if "QNetwork" in script else gains
+    gains = [*gains[:4], 1.0, 1.0, *gains[4:]] if "LSTM" in script else gains
     layers = [layer for layer in agent.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
     for layer, gain in zip(layers, gains, strict=True):
         singular_values = torch.linalg.svdvals(layer.weight.flatten(1))
         torch.testing.assert_close(singular_values, torch.full_like(singular_values, gain), rtol=1e-3, atol=0)
-        assert not layer.bias.any()
+        assert layer.bias is None or not layer.bias.any()
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_lstm_and_its_gradients_are_those_of_torch_with_a_memory_that_ends(name):
+    ours, plain = load(name)["LSTM"](7, 5, CPU), nn.LSTM(7, 5)
+    nn.init.normal_(ours.input.bias)
+    params = [ours.input.weight, ours.recurrent.weight, ours.input.bias]
+    theirs = [plain.weight_ih_l0, plain.weight_hh_l0, plain.bias_ih_l0]
+    for param, other in zip([*params, torch.zeros(20)], [*theirs, plain.bias_hh_l0], strict=True):
+        other.data.copy_(param)
+    x, keep, memory = torch.randn(9, 3, 7, requires_grad=True), torch.rand(9, 3, 1) > 0.3, torch.randn(3, 10)
+    expected, state = [], memory
+    for inputs, kept in zip(x, keep, strict=True):
+        state = [part[None].contiguous() for part in (state * kept).chunk(2, dim=1)]
+        hidden, state = plain(inputs[None], state)
+        state = torch.cat([part[0] for part in state], dim=1)
+        expected.append(hidden[0])
+    expected, (got, left) = torch.stack(expected), ours(x, keep.float(), memory)
+    torch.testing.assert_close((got, left), (expected, state))
+    weights = torch.randn_like(got)
+    gradients = torch.autograd.grad((got * weights).sum(), [x, *params])
+    by_hand = torch.autograd.grad((expected * weights).sum(), [x, *theirs])
+    torch.testing.assert_close(gradients, by_hand, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in MEMORY if name in TWINS])
+def test_the_operation_of_a_recurrence_is_what_it_tells_the_compiler(name):
+    script, steps, memory, weight = load(name), torch.randn(4, 3, 20), torch.randn(3, 10), torch.randn(20, 5)
+    keep, cells = torch.ones(4, 3, 1), torch.randn(4, 3, 5)
+    torch.library.opcheck(script["lstm"], (steps, keep, memory, weight))
+    torch.library.opcheck(script["backward"], (cells, keep, memory, weight, cells, steps.sigmoid()))
 
 
 # ---- Actions and moments -----------------------------------------------------------------------------------
@@ -210,6 +247,9 @@ def test_networks_and_their_flat_one_have_the_same_memory(name, kind):
     make = partial(network_of, script) if name in ON_POLICY else partial(script[kind], 5, 2, CPU)
     networks, inputs = [make() for _ in range(1 + two)], [torch.randn(7, 5), torch.randn(7, 2)][: 1 + two]
     inputs = [torch.randint(256, (7, 84, 84, 4), dtype=torch.uint8)] if name in ATARI else inputs
+    if name in MEMORY:
+        frames = torch.randint(256, (7, 2, 84, 84, 1), dtype=torch.uint8)
+        inputs = [frames, torch.rand(7, 2, 1).round(), torch.randn(2, 256)]
     plain, fixed = copy.deepcopy(networks), [net.requires_grad_(False) for net in copy.deepcopy(networks)]
     flat, target = script["Flat"](*networks), script["Flat"](*fixed)
     params = [(key, param) for network in networks for key, param in network.named_parameters()]
@@ -258,7 +298,8 @@ def test_adam_is_that_of_torch(kind, lr, eps, max_norm, decay):
 
 # ---- Policies in NumPy -------------------------------------------------------------------------------------
 CHOICES, PPO, PQN_TWIN = "ppo_torchcompile", "ppo_continuous_action_torchcompile", "pqn_torchcompile"
-ARGS = dict.fromkeys((PPO, CHOICES, PQN_TWIN), ("--num-minibatches", 1, "--update-epochs", 1, "--num-steps", 2))
+ONCE = ("--num-minibatches", 1, "--update-epochs", 1, "--num-steps", 2)
+ARGS = dict.fromkeys((PPO, CHOICES, PQN_TWIN), ONCE)
 ARGS |= dict.fromkeys(DQN, (*EACH_STEP, "--batch-size", 4, "--learning-starts", 10, "--buffer-size", 1000))
 OWN = """own = type("Own", (nn.Sequential,), {"forward": lambda s, x: 2 * nn.Sequential.forward(s, x)})
         self.actor_mean = own("""

@@ -10,7 +10,18 @@ import conftest
 import pytest
 import torch
 from capture import CaptureError, captured_on_cpu
-from conftest import ATARI, DQN, EACH_STEP, OFF_POLICY, ON_POLICY, TWINS, assert_same_numbers, changed, play
+from conftest import (
+    ATARI,
+    DQN,
+    EACH_STEP,
+    OFF_POLICY,
+    ON_POLICY,
+    PQN,
+    TWINS,
+    assert_same_numbers,
+    changed,
+    play,
+)
 from tensordict.nn import CudaGraphModule
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -18,9 +29,9 @@ from torch._dynamo.utils import counters
 SAC, TD3, PPO = (f"{name}_continuous_action_torchcompile" for name in ("sac", "td3", "ppo"))
 # Twins, how many functions of each are compiled, and what is changed for it to act in PyTorch, because NumPy
 # does not know the network.
-COMPILED = {name: 3 for name in TWINS} | {"dqn_torchcompile": 1, PPO: 2, "ppo_torchcompile": 2}
+COMPILED = {name: 3 for name in TWINS} | {"dqn_torchcompile": 1, PPO: 2, "ppo_torchcompile": 2, PQN[1]: 2}
 CASES = [*COMPILED.items(), ("dqn_torchcompile", 2, "F.relu(self.fc1", "torch.sigmoid(self.fc1")]
-CASES += [(PPO, 3, "nn.Tanh()", "nn.Sigmoid()")]
+CASES += [(PPO, 3, "nn.Tanh()", "nn.Sigmoid()"), (PQN[1], 3, "nn.ReLU()", "nn.SiLU()")]
 # Runs of two kinds of gradient steps, the last of them without the actor, or of several rollouts. (With two
 # environments PPO's policy would differ by rounding: a graph has a copy of the observations, whose rows lie
 # closer together.)

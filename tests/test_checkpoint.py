@@ -22,6 +22,7 @@ from conftest import (
     ATARI,
     DQN,
     MANY,
+    MEMORY,
     OFF_POLICY,
     Q_LEARNING,
     SCRIPTS,
@@ -30,10 +31,11 @@ from conftest import (
     checkpoints,
     curves,
     play,
+    recalled,
     run,
     start,
 )
-from envs import Bytes, Scripted, episode_end, game_rows, scripted_rows
+from envs import Bytes, Row, Scripted, episode_end, game_rows, scripted_rows
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.testing import assert_close
 
@@ -299,10 +301,14 @@ def test_the_same_signal_again_ends_a_run_at_once():
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
-def best_actions(name: str, done: dict, obs: np.ndarray) -> np.ndarray:
-    """What the networks of a run take for the best actions where an environment shows this."""
-    state = done["state"]
+def best_actions(name: str, done: dict, rows: list[Row]) -> np.ndarray:
+    """What the networks of a run take for the best actions at the steps of an episode."""
+    state, obs = done["state"], np.stack([row.obs for row in rows])
     with torch.no_grad():
+        if name in MEMORY:
+            frames = torch.from_numpy(obs[:, -1, None, :, :, None])
+            valid = torch.tensor([[row.valid] for row in rows])
+            return recalled(state["agent"], frames, valid)[0][:, 0].argmax(dim=1).numpy()
         if name in ATARI:
             obs = torch.from_numpy(obs.transpose(0, 2, 3, 1).copy())
             values = state["q_network"](obs) if name in Q_LEARNING else state["agent"](obs)[0]
@@ -338,7 +344,7 @@ def test_evaluation_takes_the_best_actions_also_of_the_other_script(first, secon
     # A reset passes by the row after an end.
     episodes = [rows[begin : end + 1] for begin, end in zip([0, ends[0] + 2, ends[1] + 2], ends, strict=True)]
     assert evaluated[0] == pytest.approx([sum(row.score for row in rows) for rows in episodes])
-    best = best_actions(first, done, np.stack([row.obs for rows in episodes for row in rows]))
+    best = np.concatenate([best_actions(first, done, rows) for rows in episodes])
     for actions in (env.actions, again["env"].unwrapped.actions[: len(best)]):
         assert np.array(actions).reshape(best.shape) == pytest.approx(best, abs=1e-5)
 
@@ -346,5 +352,5 @@ def test_evaluation_takes_the_best_actions_also_of_the_other_script(first, secon
 def test_evaluation_sees_bytes_as_training_does():
     done = play("dqn", "--env-id", "envs:BytesChoices-v0", *short("dqn"), "--eval-episodes", "5")
     env = done["env"].unwrapped
-    seen = [row.obs for row in islice(scripted_rows(env.seeds[0], Bytes.image), 50) if row.valid]
-    assert np.array_equal(best_actions("dqn", done, np.stack(seen[: len(env.actions)])), env.actions)
+    seen = [row for row in islice(scripted_rows(env.seeds[0], Bytes.image), 50) if row.valid]
+    assert np.array_equal(best_actions("dqn", done, seen[: len(env.actions)]), env.actions)

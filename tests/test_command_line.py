@@ -16,7 +16,21 @@ import mujoco
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, OFF_POLICY, SCRIPTS, SHORT, TWINS, checkpoints, cli, load, play, run, takes, world
+from conftest import (
+    ATARI,
+    MEMORY,
+    OFF_POLICY,
+    SCRIPTS,
+    SHORT,
+    TWINS,
+    checkpoints,
+    cli,
+    load,
+    play,
+    run,
+    takes,
+    world,
+)
 from gymnasium.utils.save_video import capped_cubic_video_schedule
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -134,11 +148,15 @@ def test_arguments_have_to_fit_together(name, refusal):
     else:
         rollout = (*four, "--num-steps", 25, "--num-minibatches")
         told = "--num-minibatches takes a smaller divisor of 100, got "
+        fits = 2 if name in MEMORY else 50
+        if name in MEMORY:
+            told = "--num-minibatches takes a divisor of --num-envs 4, got "
+            cases += [(f"{told}4", "--num-envs", 4, "--num-steps", 1, "--num-minibatches", 4)]
         cases += [(f"{told}{number}", *rollout, number) for number in (3, 100)]
         told = "--total-timesteps has to hold a rollout of 100, got 99"
         cases += [
-            (told, *rollout, 5, "--total-timesteps", 99),
-            (None, *rollout, 50, "--total-timesteps", 100),
+            (told, *rollout, fits, "--total-timesteps", 99),
+            (None, *rollout, fits, "--total-timesteps", 100),
         ]
     for told, *args in cases:
         with passed:  # what comes after the arguments is not reached
@@ -239,7 +257,8 @@ def test_summary_bar_and_logs(name, tmp_path, capfd):
         assert [step for step, _ in logged["charts/SPS"]] == [100, 200, 300]
         assert done["updates"] == 198
     else:  # an entry a rollout
-        assert len(logged["charts/SPS"]) == done["updates"] / 10 >= 3
+        updates = 4 if name in MEMORY else 10
+        assert len(logged["charts/SPS"]) == done["updates"] / updates >= 3
     table = EventAccumulator(str(folder)).Reload().Tensors("hyperparameters/text_summary")[0]
     assert b"\ngamma|0.99\n" in table.tensor_proto.string_val[0]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import (
     ATARI,
+    MEMORY,
     ON_POLICY,
     PPO,
     PQN,
@@ -21,6 +22,7 @@ from conftest import (
     named,
     numbers,
     play,
+    recalled,
     run,
 )
 from envs import Row, ScriptedGames, game_rows, scripted_rows
@@ -112,7 +114,7 @@ def evaluate(agent: Callable, obs: Tensor, actions: Tensor) -> tuple[Tensor, Ten
     outputs, *log_std, values = agent(obs)
     policy = Normal(outputs, log_std[0].exp()) if log_std else Categorical(logits=outputs)
     actions = actions if log_std else actions.flatten()
-    return policy.log_prob(actions).view(len(obs), -1).sum(1), values[:, 0], policy
+    return policy.log_prob(actions).view(len(values), -1).sum(1), values[:, 0], policy
 
 
 # ---- Rollouts ----------------------------------------------------------------------------------------------
@@ -137,9 +139,10 @@ def test_the_batch_is_what_happened_and_dummy_steps_count_nowhere(name, case):
     if name in CONTINUOUS:
         steps |= normalised(steps)
     elif name in ATARI:
-        steps["obs"] = np.moveaxis(steps["obs"], 2, -1)
+        steps["obs"] = np.moveaxis(steps["obs"][:, :, -1:] if name in MEMORY else steps["obs"], 2, -1)
     else:
         steps["obs"] = steps["obs"].reshape(*steps["valid"].shape, -1).astype(np.float32)
+    seen, whole = torch.from_numpy(steps["obs"]), torch.from_numpy(steps["valid"])
     steps = {key: column[-num_steps - 1 :] for key, column in steps.items()}  # of the last rollout
     obs, valid, rollout = torch.from_numpy(steps["obs"]), steps["valid"], of_rollout(result)
     torch.testing.assert_close(rollout["obs"], obs, rtol=1e-4, atol=1e-4)
@@ -157,6 +160,9 @@ def test_the_batch_is_what_happened_and_dummy_steps_count_nowhere(name, case):
     with torch.no_grad():
         if name in PQN:
             both = state["q_network"](obs).max(dim=1)
+        elif name in MEMORY:  # all since the first step, of which a rollout begins with what is left
+            logits, values = (part[-num_steps - 1 :] for part in recalled(state["agent"], seen, whole))
+            both = values, Categorical(logits=logits).log_prob(actions[..., 0])
         else:
             both = evaluate(state["agent"], obs, actions.flatten(0, 1))[1::-1]
     values, log_prob = (part.view(valid.shape).numpy() for part in both)
@@ -170,7 +176,7 @@ def test_the_batch_is_what_happened_and_dummy_steps_count_nowhere(name, case):
     for key, column in expected.items():
         np.testing.assert_allclose(batch[key].view(valid.shape)[valid], column[valid], rtol=1e-4, atol=1e-4)
     for key in {"obs", "actions"} & batch.keys():
-        assert torch.equal(batch[key], rollout[key][:-1].flatten(0, 1))
+        assert torch.equal(batch[key].flatten(), rollout[key][:-1].flatten())
     if name in PQN:
         return
     explained = 1 - np.var(advantages[valid]) / max(np.var(targets[valid]), 1e-8)
@@ -237,8 +243,14 @@ def test_choices_are_draws_from_the_softmax_of_each_environment_its_own(name):
 def test_actions_have_the_frequencies_of_the_softmax(name):
     logits, draws = torch.tensor([0.0, 1, -2, 0.5]), 40_000
     act = fresh(name, (1, 4, 4))["act"]
-    act.__globals__["agent"] = lambda obs: (logits.expand(draws, 4), torch.arange(float(draws))[:, None])
-    actions, log_prob, values = act(None).unbind(1)
+    outputs = logits.expand(draws, 4), torch.arange(float(draws))[:, None]
+    if name in MEMORY:
+        act.__globals__["agent"] = lambda obs, keep, memory: (outputs[0][None], outputs[1][None], memory)
+        columns = act(torch.zeros(1), torch.zeros(1))
+    else:
+        act.__globals__["agent"] = lambda obs: outputs
+        columns = act(None)
+    actions, log_prob, values = columns.unbind(1)
     probabilities = logits.softmax(0)
     error = actions.long().bincount(minlength=4) / draws - probabilities
     assert (error.abs() < 4 * (probabilities * (1 - probabilities) / draws).sqrt()).all()
@@ -254,29 +266,56 @@ def known(name: str, *args) -> dict:
     conftest.begin_anew(result, noise=0.02)
     batch, space = result["batch"].normal_(), instances(result)[0].action_space
     rows = named(batch, result["batch_columns"])
-    rows["valid"].copy_(torch.rand(60, 1) < 0.7)
+    rows["valid"].copy_(torch.rand(rows["valid"].shape) < 0.7)
     if name not in CONTINUOUS:
         rows["actions"].random_(int(space.n))
     if "obs" not in rows:
-        rows["obs"] = result["rollout_obs"].random_(256)[:-1].flatten(0, 1)
+        frames = result["rollout_obs"].random_(256)[:-1]
+        rows["obs"] = frames if name in MEMORY else frames.flatten(0, 1)
+    if name in MEMORY:
+        rows["keep"].copy_(torch.rand(rows["keep"].shape) < 0.7)
+        rows["first_memory"] = result["first_memory"].normal_()
     if name in PQN:
         return result | {"known": rows}
     # So that some of the ratios and values, not all of them, are beyond the clip.
     with torch.no_grad():
-        log_prob, values, _ = evaluate(result["state"]["agent"], rows["obs"], rows["actions"])
-    rows["log_prob"].copy_(log_prob[:, None] + 0.4 * torch.randn(60, 1))
-    rows["values"].copy_(values[:, None] + 0.2 * torch.randn(60, 1))
+        log_prob, values, _ = predictions(result["state"]["agent"], rows)
+    for key, column, noise in (("log_prob", log_prob, 0.4), ("values", values, 0.2)):
+        rows[key].copy_((column + noise * torch.randn(60)).view(rows[key].shape))
     return result | {"known": rows}
 
 
+def taken(known: dict[str, Tensor], indices: Tensor) -> dict[str, Tensor]:
+    """Some rows of the known batch, or of one with a memory all rows of some environments."""
+    if "first_memory" not in known:
+        return {key: rows[indices] for key, rows in known.items()}
+    return {key: rows[indices] if key == "first_memory" else rows[:, indices] for key, rows in known.items()}
+
+
+def predictions(agent: Callable, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor, Distribution]:
+    """What `evaluate` gives, for all rows in turn."""
+    actions = rows["actions"].flatten(0, -2)
+    if "first_memory" not in rows:
+        return evaluate(agent, rows["obs"], actions)
+
+    def remembering(obs: Tensor) -> tuple[Tensor, Tensor]:
+        logits, values, _ = agent(obs, rows["keep"], rows["first_memory"])
+        return logits.flatten(0, 1), values.flatten(0, 1)
+
+    log_prob, values, policy = evaluate(remembering, rows["obs"], actions[:, 0])
+    return log_prob, values, policy
+
+
 def losses_by_hand(agent: Callable, result: dict, indices: Tensor) -> dict[str, Tensor]:
-    """The losses on some rows of the batch, from the valid ones alone."""
-    args, known = result["args"], result["known"]
-    known = {key: rows[indices][known["valid"][indices, 0] == 1] for key, rows in known.items()}
+    """The losses on some rows of the batch, or of some environments, from the valid ones alone."""
+    args, rows = result["args"], taken(result["known"], indices)
+    valid = rows["valid"].flatten() == 1
     old_log_prob, advantages, returns, old_values = (
-        known[key][:, 0] for key in ("log_prob", "advantages", "targets", "values")
+        rows[key].flatten()[valid] for key in ("log_prob", "advantages", "targets", "values")
     )
-    log_prob, values, policy = evaluate(agent, known["obs"], known["actions"])
+    log_prob, values, policy = predictions(agent, rows)
+    entropy = policy.entropy().view(len(values), -1).sum(1)[valid]
+    log_prob, values = log_prob[valid], values[valid]
     log_ratio = log_prob - old_log_prob
     ratio, low, high = log_ratio.exp(), 1 - args.clip_coef, 1 + args.clip_coef
     if args.norm_adv:
@@ -289,7 +328,7 @@ def losses_by_hand(agent: Callable, result: dict, indices: Tensor) -> dict[str, 
     return {
         "policy_loss": -torch.minimum(ratio * advantages, ratio.clip(low, high) * advantages).mean(),
         "value_loss": errors.mean() / 2,
-        "entropy": policy.entropy().view(len(values), -1).sum(1).mean(),
+        "entropy": entropy.mean(),
         "old_approx_kl": -log_ratio.mean(),
         "approx_kl": (ratio - 1 - log_ratio).mean(),
         "clipfrac": torch.tensor(sum(beyond) / len(beyond)),
@@ -303,7 +342,7 @@ def test_gradient_steps_are_those_of_the_paper(name, options):
     result = known(name, "--learning-rate", rate, *options)
     args, agent = result["args"], copy.deepcopy(result["state"]["agent"]).requires_grad_(True)
     optimizer = torch.optim.Adam(agent.parameters(), lr=rate, eps=1e-5)
-    minibatches = torch.randperm(60).chunk(3)
+    minibatches = torch.randperm(3 if name in MEMORY else 60).chunk(3)
     for indices in minibatches:
         losses = losses_by_hand(agent, result, indices)
         optimizer.zero_grad()
@@ -379,8 +418,9 @@ def test_a_minibatch_with_next_to_no_valid_row_does_no_harm(name):
     network, loss = ("q_network", "td_loss") if name in PQN else ("agent", "policy_loss")
     before = copy.deepcopy(result["state"][network].state_dict())
     for valid_rows in (0, 1):
-        result["known"]["valid"].copy_(torch.arange(60)[:, None] < valid_rows)
-        result["update"](torch.arange(60))
+        valid = result["known"]["valid"]
+        valid.copy_((torch.arange(60) < valid_rows).view(valid.shape))
+        result["update"](torch.arange(3 if name in MEMORY else 60))
         assert all(value.isfinite().all() for value in numbers(result).values())
         assert (name in PQN and valid_rows) or result["losses"][loss] == 0
         if not valid_rows:
@@ -391,14 +431,14 @@ def test_a_minibatch_with_next_to_no_valid_row_does_no_harm(name):
 def test_gradient_steps_are_so_many_at_a_falling_rate(name, options, epochs):
     steps = ("--num-minibatches", 4, "--update-epochs", 3, "--learning-rate", 0.001)
     with patch("torch.randperm", wraps=torch.randperm) as shuffle:
-        result = fresh(name, (3, 8, 100), *steps, *options)
+        result = fresh(name, (4, 8, 160), *steps, *options)
     rollouts = len(history(result)) // 8
     assert rollouts > 3
     assert result["updates"] == gradient_steps(result, "optimizer") == rollouts * epochs * 4
     assert shuffle.call_count == rollouts * epochs
     ends, rates = zip(*result["logged"]["charts/learning_rate"], strict=True)
     # That of a rollout is the one at its first step.
-    expected = [0.001 * (1 - step / 100 * result["args"].anneal_lr) for step in (0, *ends[:-1])]
+    expected = [0.001 * (1 - step / 160 * result["args"].anneal_lr) for step in (0, *ends[:-1])]
     assert rates == pytest.approx(expected)
     optimizer = result["state"]["optimizer"]
     applied = optimizer.lr if isinstance(optimizer, nn.Module) else optimizer.param_groups[0]["lr"]
@@ -409,7 +449,7 @@ def test_gradient_steps_are_so_many_at_a_falling_rate(name, options, epochs):
 def test_learning_from_a_rollout_ends_after_the_epoch_whose_kl_passes_the_target(name):
     def learn(*options) -> dict:
         steps = ("--num-minibatches", 4, "--learning-rate", 0.01, "--update-epochs")
-        return fresh(name, (3, 8, 24), *steps, *options)
+        return fresh(name, (4, 8, 32), *steps, *options)
 
     kl = learn(1)["losses"]["approx_kl"].item()
     assert learn(3, "--target-kl", 0.9 * kl)["updates"] == 4
