@@ -195,6 +195,7 @@ COLLECTION = {
         num_envs=8,
         seeds=(1, 2),
         cleanrl="ppo_atari_lstm",
+        in_cleanrl_package=False,  # the package's is of gym, that of the repository of Gymnasium
     ),
     "pqn": Algorithm(
         title="PQN",

@@ -183,9 +183,9 @@ class ScriptedGames(gym.Env):
 
 
 class Recall(gym.Env):
-    """In place of `envpool.make`: games of 11 steps, whose last action has to be what the first frame shows.
+    """In place of `envpool.make`: games of 11 steps, whose actions have to be what the first frame shows.
 
-    That frame is black (action 0) or white (action 1), all others are gray. The score is 1 or -1.
+    That frame is black (action 0) or white (action 1), all others are gray. The score is that of right steps.
     """
 
     observation_space, action_space = Box(0, 255, (1, 84, 84), np.uint8), Discrete(2)
@@ -207,7 +207,7 @@ class Recall(gym.Env):
 
     def step(self, actions):
         over = self.place == 10
-        score = np.where(over, np.where(actions == self.cue, 1.0, -1.0), 0.0).astype(np.float32)
+        score = ((actions == self.cue) & (self.place < 11)).astype(np.float32)
         self.place = np.where(self.place == 11, 0, self.place + 1)
         info = {"reward": score, "terminated": over.astype(np.int32)}
         return self._observe(), score, over, np.zeros(self.num_envs, dtype=bool), info

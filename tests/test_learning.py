@@ -1,23 +1,27 @@
 """Every script learns: the known values of tiny environments, and to balance a pole."""
 
 import json
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from conftest import (
     DISCRETE,
+    MEMORY,
     NOT_ATARI,
     OFF_POLICY,
     Q_LEARNING,
     SEEDS,
     algorithm,
+    changed,
     cli,
     rates,
     run,
     takes,
     world,
 )
+from envs import Recall
 
 # How many steps are enough to learn to balance, and arguments; to learn values takes a quarter of them.
 FAST = ("--batch-size", 64, "--learning-starts", 100, "--tau", 0.05)
@@ -29,6 +33,9 @@ LEARN = {
     (True, "continuous"): (20_000, 3e-3, *ROLLOUTS, "--num-envs", 1),
     (True, "discrete"): (20_000, 3e-3, *ROLLOUTS, "--num-envs", 1),
 }
+# A cue is a shade: the mean of a frame in place of convolutions.
+POOLED = "nn.Sequential(nn.AvgPool2d(84), nn.Flatten(), nn.Linear(1, 512), nn.ReLU())"
+POOLED = f"self.network = {POOLED} or nn.Sequential("
 # Values near those that there are.
 SUPPORT = ("--v-min", -2, "--v-max", 3)
 
@@ -90,3 +97,13 @@ def test_learns_to_balance(name):
     process = cli(name, *options)
     assert process.returncode == 0, process.stderr
     assert np.min(json.loads(process.stdout.splitlines()[-1])["episodic_return_10"]) > 83
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEMORY[1::2])
+def test_what_was_seen_ten_steps_before_is_remembered(name):
+    """Without a memory one of eleven actions can be known, and of the others half are right: a score of 6."""
+    sizes = ("--num-envs", 16, "--num-steps", 24, "--num-minibatches", 2, "--total-timesteps", 14_000)
+    with patch("envpool.make", Recall), changed(name, "self.network = nn.Sequential(", POOLED):
+        result = run(name, "--env-id", "Breakout-v5", *sizes, "--learning-rate", 1e-3)
+    assert len(result["returns"]) > 1000 and np.mean(result["returns"][-100:]) > 9

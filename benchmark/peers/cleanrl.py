@@ -4,8 +4,9 @@
 
 Further arguments, such as --learning-starts=N, are the script's own. The scripts are those of the package
 cleanrl 1.2.0 or, with --cleanrl, of a checkout of its repository. They were written for older libraries. What
-has changed since is stood in for here: the module `gym`, automatic resets and what infos then hold, and an
-argument of a wrapper. SPS counts from the first "charts/SPS" that a script logs, when it learns, to the last.
+has changed since is stood in for here: the module `gym`, automatic resets and what infos then hold, names of
+wrappers, and an argument of one. SPS counts from the first "charts/SPS" that a script logs, when it learns,
+to the last.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import ale_py
 import envpool
 import gymnasium
 import numpy as np
@@ -38,7 +40,11 @@ class SyncVectorEnv(gymnasium.vector.SyncVectorEnv):
     def step(self, actions: np.ndarray) -> tuple:
         obs, rewards, terminated, truncated, infos = super().step(actions)
         if "final_obs" in infos:
-            episode, ended = infos["final_info"]["episode"], infos["final_info"]["_episode"]
+            final = infos["final_info"]
+            episode, ended = (
+                final.get("episode"),
+                final.get("_episode", [False] * self.num_envs),
+            )  # lost lives
             infos["final_observation"] = infos["final_obs"]
             infos["final_info"] = [
                 {"episode": {key: episode[key][index] for key in ("r", "l")}} if over else None
@@ -102,6 +108,9 @@ def stand_in() -> None:
     )
     gymnasium.vector.SyncVectorEnv = SyncVectorEnv
     gymnasium.wrappers.TransformObservation = TransformObservation
+    gymnasium.wrappers.GrayScaleObservation = gymnasium.wrappers.GrayscaleObservation
+    gymnasium.wrappers.FrameStack = gymnasium.wrappers.FrameStackObservation
+    gymnasium.register_envs(ale_py)
     gym, distutils, util = ModuleType("gym"), ModuleType("distutils"), ModuleType("distutils.util")
     gym.make, gym.spaces, gym.Wrapper = gymnasium.make, gymnasium.spaces, GymWrapper
     gym.vector = SimpleNamespace(SyncVectorEnv=GymSyncVectorEnv)
@@ -120,6 +129,7 @@ def main() -> None:
     args, more = parser.parse_known_args()
     root = args.cleanrl or Path(metadata.distribution("cleanrl").locate_file(""))
     path = root / "cleanrl" / f"{COLLECTION[args.script].cleanrl}.py"
+    sys.path.insert(0, str(root))  # for its utilities
     stand_in()
     times, add_scalar = [], SummaryWriter.add_scalar
 
@@ -129,7 +139,9 @@ def main() -> None:
         add_scalar(writer, tag, value, step, **options)
 
     SummaryWriter.add_scalar = note_time
-    given = {"env-id": args.env_id, "seed": args.seed, "total-timesteps": args.total_timesteps}
+    atari = COLLECTION[args.script].actions == "atari" and "envpool" not in path.stem
+    env_id = f"{args.env_id.removesuffix('-v5')}NoFrameskip-v4" if atari else args.env_id  # the same game
+    given = {"env-id": env_id, "seed": args.seed, "total-timesteps": args.total_timesteps}
     sys.argv = [str(path), *(f"--{name}={value}" for name, value in given.items()), *more]
     script = runpy.run_path(str(path), run_name="__main__")
     (first, start), (last, end) = times[0], times[-1]
