@@ -195,7 +195,7 @@ COLLECTION = {
         num_envs=8,
         seeds=(1, 2),
         cleanrl="ppo_atari_lstm",
-        in_cleanrl_package=False,  # the package's is of gym, that of the repository of Gymnasium
+        in_cleanrl_package=False,  # the package's needs gym, that of the repository Gymnasium
     ),
     "pqn": Algorithm(
         title="PQN",

@@ -154,7 +154,7 @@ def make_envs(args: Args, step: int, videos: Path | None = None, learning: bool 
 class Agent(nn.Module):
     """Policy and value: (T, n, 84, 84, 1) of uint8 to logits (T, n, actions) and values (T, n, 1).
 
-    `LSTM` tells of `keep` and of `memory`, which is also returned, as it is after the last step.
+    For `keep` and `memory` see `LSTM`. The memory after the last step is returned, too.
     """
 
     def __init__(self, num_actions: int, device: torch.device):
@@ -186,7 +186,7 @@ class LSTM(nn.Module):
 
     def __init__(self, input_dim: int, hidden_dim: int, device: torch.device):
         super().__init__()
-        self.hidden_dim = hidden_dim
+        self.memory_dim = 2 * hidden_dim
         self.input = layer_init(nn.Linear(input_dim, 4 * hidden_dim, device=device), std=1.0)
         self.recurrent = layer_init(nn.Linear(hidden_dim, 4 * hidden_dim, False, device=device), std=1.0)
 
@@ -196,7 +196,8 @@ class LSTM(nn.Module):
         memory: hidden and cell state before the first step, (n, 2 * hidden_dim); after the last one it is
         returned, too. keep: (T, n, 1), 0 where a step is the first of an episode, else 1.
         """
-        return recurrence(self.input(x), keep, memory, self.recurrent.weight)  # one product for all steps
+        gates = self.input(x)  # one product for all steps
+        return recurrence(gates, keep, memory, self.recurrent.weight)
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
@@ -220,14 +221,14 @@ def split(rows: Tensor, columns: dict[str, int]) -> dict[str, Tensor]:
 
 def recurrence(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden states, (T, n, h), and last memory, (n, 2h), by the inputs' share of the gates, (T, n, 4h)."""
-    states = []
+    hiddens = []
     for inputs, kept in zip(gates, keep, strict=True):
         hidden, cell = (memory * kept).chunk(2, dim=1)
         i, f, g, o = (inputs + hidden @ weight.T).chunk(4, dim=1)  # the equations of `nn.LSTM`
         cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
-        memory = torch.cat([o.sigmoid() * cell.tanh(), cell], dim=1)
-        states.append(memory)
-    return torch.stack(states).chunk(2, dim=2)[0], memory
+        hiddens.append(o.sigmoid() * cell.tanh())
+        memory = torch.cat([hiddens[-1], cell], dim=1)
+    return torch.stack(hiddens), memory
 
 
 # ---- Run: command line, checkpoints, signals, evaluation, vectors of environments --------------------------
@@ -363,8 +364,10 @@ if __name__ == "__main__":
     # ---- Setup ---------------------------------------------------------------------------------------------
     args, checkpoint = parse_args()
     batch_size = args.num_envs * args.num_steps
-    if args.num_envs % args.num_minibatches or batch_size == args.num_minibatches:
+    if args.num_envs % args.num_minibatches:
         refuse(f"--num-minibatches takes a divisor of --num-envs {args.num_envs}, got {args.num_minibatches}")
+    if batch_size == args.num_minibatches:
+        refuse("--num-steps has to be at least 2 where a minibatch is one environment, got 1")
     if not args.evaluate and args.total_timesteps < batch_size:
         refuse(f"--total-timesteps has to hold a rollout of {batch_size}, got {args.total_timesteps}")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -411,7 +414,7 @@ if __name__ == "__main__":
     buffer = torch.zeros_like(rollout, device=device)
     batch = torch.zeros(args.num_steps, args.num_envs, len(batch_columns), device=device)
     # Hidden and cell states: now, before the rollout, and in evaluation.
-    memory = torch.zeros(args.num_envs, 2 * agent.lstm.hidden_dim, device=device)
+    memory = torch.zeros(args.num_envs, agent.lstm.memory_dim, device=device)
     first_memory, eval_memory = memory.clone(), memory[:1].clone()
     losses: dict[str, Tensor] = {}  # the latest, for the log
 
@@ -419,7 +422,7 @@ if __name__ == "__main__":
     def act(obs: Tensor, keep: Tensor) -> Tensor:
         """For obs (num_envs, 84, 84, 1): actions, log-probabilities and values as columns, (num_envs, 3).
 
-        The memory goes on, where keep, (num_envs, 1), is not 0.
+        The memory moves on; where keep, (num_envs, 1), is 0 it starts empty.
         """
         with torch.no_grad():
             logits, values, new_memory = agent(obs[None], keep[None], memory)
@@ -559,7 +562,7 @@ if __name__ == "__main__":
             steps["valid"][0], steps["keep"][0] = steps["valid"][-1], steps["keep"][-1]
             first_memory.copy_(memory)
             for step in range(args.num_steps):
-                keep = rollout[step, :, -1:].to(device, non_blocking=True)
+                keep = split(rollout[step], columns)["keep"].to(device, non_blocking=True)
                 rollout[step, :, :3] = act(rollout_obs[step], keep)  # sync; the first three columns
                 actions = rollout[step, :, 0].int().numpy()
                 next_obs, rewards, terminated, truncated, infos = envs.step(actions)

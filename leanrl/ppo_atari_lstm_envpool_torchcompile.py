@@ -171,7 +171,7 @@ def make_envs(args: Args, step: int, videos: Path | None = None, learning: bool 
 class Agent(nn.Module):
     """Policy and value: (T, n, 84, 84, 1) of uint8 to logits (T, n, actions) and values (T, n, 1).
 
-    `LSTM` tells of `keep` and of `memory`, which is also returned, as it is after the last step.
+    For `keep` and `memory` see `LSTM`. The memory after the last step is returned, too.
     """
 
     def __init__(self, num_actions: int, device: torch.device):
@@ -203,7 +203,7 @@ class LSTM(nn.Module):
 
     def __init__(self, input_dim: int, hidden_dim: int, device: torch.device):
         super().__init__()
-        self.hidden_dim = hidden_dim
+        self.memory_dim = 2 * hidden_dim
         self.input = layer_init(nn.Linear(input_dim, 4 * hidden_dim, device=device), std=1.0)
         self.recurrent = layer_init(nn.Linear(hidden_dim, 4 * hidden_dim, False, device=device), std=1.0)
 
@@ -213,7 +213,8 @@ class LSTM(nn.Module):
         memory: hidden and cell state before the first step, (n, 2 * hidden_dim); after the last one it is
         returned, too. keep: (T, n, 1), 0 where a step is the first of an episode, else 1.
         """
-        return recurrence(self.input(x), keep, memory, self.recurrent.weight)  # one product for all steps
+        gates = self.input(x)  # one product for all steps
+        return recurrence(gates, keep, memory, self.recurrent.weight)
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
@@ -235,12 +236,12 @@ def split(rows: Tensor, columns: dict[str, int]) -> dict[str, Tensor]:
     return dict(zip(columns, rows.split([*columns.values()], dim=-1), strict=True))
 
 
-# [fast: recurrence as one operation] Step by step it would take minutes to compile, and be no faster.
+# [fast: recurrence as one operation] Step by step it would compile for minutes; docs/log.md has the times.
 @torch.library.custom_op("leanrl::lstm", mutates_args=())
 def lstm(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden and cell states, (T, n, h), and the gates, (T, n, 4h): Greff et al., arXiv:1503.04069, II-A."""
-    hidden, cell = memory.chunk(2, dim=1)
-    hiddens, gates = gates.new_empty(*gates.shape[:2], weight.shape[1]), gates.clone()
+    (hidden, cell), gates = memory.chunk(2, dim=1), gates.clone()
+    hiddens = gates.new_empty(*gates.shape[:2], weight.shape[1])
     cells = torch.empty_like(hiddens)
     for t in range(len(gates)):
         hidden, cell = hidden * keep[t], cell * keep[t]
@@ -251,13 +252,19 @@ def lstm(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[T
     return hiddens, cells, gates
 
 
+@lstm.register_fake
+def _(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    hiddens = gates.new_empty(*gates.shape[:2], weight.shape[1])
+    return hiddens, torch.empty_like(hiddens), torch.empty_like(gates)
+
+
 @torch.library.custom_op("leanrl::lstm_backward", mutates_args=())
-def backward(
-    grad: Tensor, keep: Tensor, memory: Tensor, weight: Tensor, cells: Tensor, gates: Tensor
-) -> Tensor:
-    """Gradients by the gates before their nonlinearities, (T, n, 4h), of those by hidden states (II-B)."""
+def lstm_backward(grads: list[Tensor], saved: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by the gates before their nonlinearities, `memory` and `weight` (Greff et al., II-B)."""
+    keep, memory, weight, hiddens, cells, gates = saved
     i, f, g, o = gates.chunk(4, dim=2)
-    last_cells = torch.cat([memory.chunk(2, dim=1)[1][None], cells[:-1]]) * keep
+    before = torch.cat([memory[None], torch.cat([hiddens, cells], dim=2)[:-1]]) * keep
+    last_hiddens, last_cells = before.chunk(2, dim=2)
     # What does not depend on later steps, for all steps at once.
     tanh = cells.tanh()
     slopes = [i * (1 - i) * g, f * (1 - f) * last_cells, (1 - g * g) * i, o * (1 - o) * tanh]
@@ -265,33 +272,32 @@ def backward(
     by_gates = torch.empty_like(slopes)
     grad_hidden = grad_cell = torch.zeros_like(cells[0])
     for t in reversed(range(len(cells))):
-        grad_hidden = grad_hidden + grad[t]
-        grad_cell = torch.addcmul(grad_cell, grad_hidden, by_cell[t])
+        grad_hidden = grad_hidden + grads[0][t]
+        grad_cell = torch.addcmul(grad_cell + grads[1][t], grad_hidden, by_cell[t])
         parts = torch.stack([grad_cell, grad_cell, grad_cell, grad_hidden], dim=1)
         torch.mul(slopes[t], parts, out=by_gates[t])
         grad_hidden = by_gates[t].flatten(1) @ weight * keep[t]
         grad_cell = grad_cell * by_last_cell[t]
-    return by_gates.flatten(2)
+    by_gates, by_memory = by_gates.flatten(2), torch.cat([grad_hidden, grad_cell], dim=1)
+    return by_gates, by_memory, by_gates.flatten(0, 1).T @ last_hiddens.flatten(0, 1)
 
 
-@lstm.register_fake
-def _(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    states = gates.new_empty(*gates.shape[:2], weight.shape[1])
-    return states, torch.empty_like(states), torch.empty_like(gates)
+@lstm_backward.register_fake
+def _(grads: list[Tensor], saved: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    _, memory, weight, _, _, gates = saved
+    return torch.empty_like(gates), torch.empty_like(memory), torch.empty_like(weight)
 
 
-def gradients(ctx: Any, grad: Tensor, *_) -> tuple[Tensor | None, ...]:
-    """Those by `gates` and `weight`; the hidden states alone are learnt from."""
-    keep, memory, weight, hiddens, cells, gates = ctx.saved_tensors
-    by_gates = backward(grad, keep, memory, weight, cells, gates)
-    last_hiddens = torch.cat([memory.chunk(2, dim=1)[0][None], hiddens[:-1]]) * keep
-    return by_gates, None, None, by_gates.flatten(0, 1).T @ last_hiddens.flatten(0, 1)
+def lstm_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    by_gates, by_memory, by_weight = lstm_backward([*grads[:2]], [*ctx.saved_tensors])
+    return by_gates, None, by_memory, by_weight
 
 
-backward.register_fake(lambda *inputs: torch.empty_like(inputs[-1]))
-lstm.register_autograd(
-    gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:], *output)
-)
+def save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*inputs[1:], *output)
+
+
+lstm.register_autograd(lstm_gradients, setup_context=save)
 
 
 def recurrence(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -543,8 +549,10 @@ if __name__ == "__main__":
     # ---- Setup ---------------------------------------------------------------------------------------------
     args, checkpoint = parse_args()
     batch_size = args.num_envs * args.num_steps
-    if args.num_envs % args.num_minibatches or batch_size == args.num_minibatches:
+    if args.num_envs % args.num_minibatches:
         refuse(f"--num-minibatches takes a divisor of --num-envs {args.num_envs}, got {args.num_minibatches}")
+    if batch_size == args.num_minibatches:
+        refuse("--num-steps has to be at least 2 where a minibatch is one environment, got 1")
     if not args.evaluate and args.total_timesteps < batch_size:
         refuse(f"--total-timesteps has to hold a rollout of {batch_size}, got {args.total_timesteps}")
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -593,7 +601,7 @@ if __name__ == "__main__":
     buffer = torch.zeros_like(rollout, device=device)
     batch = torch.zeros(args.num_steps, args.num_envs, len(batch_columns), device=device)
     # Hidden and cell states: now, before the rollout, and in evaluation.
-    memory = torch.zeros(args.num_envs, 2 * agent.lstm.hidden_dim, device=device)
+    memory = torch.zeros(args.num_envs, agent.lstm.memory_dim, device=device)
     first_memory, eval_memory = memory.clone(), memory[:1].clone()
     names = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
     names += ["explained_variance"]
@@ -603,7 +611,7 @@ if __name__ == "__main__":
     def act(obs: Tensor, keep: Tensor) -> Tensor:
         """For obs (num_envs, 84, 84, 1): actions, log-probabilities and values as columns, (num_envs, 3).
 
-        The memory goes on, where keep, (num_envs, 1), is not 0.
+        The memory moves on; where keep, (num_envs, 1), is 0 it starts empty.
         """
         with torch.no_grad():
             logits, values, new_memory = agent(obs[None], keep[None], memory)
@@ -713,13 +721,13 @@ if __name__ == "__main__":
     if args.evaluate or args.resume:
         load_states({"agent": agent} if args.evaluate else state, checkpoint)
 
-    # [fast: one graph] Policy, preparation of the batch, gradient step. On a CPU 1.01 times eager.
+    # [fast: one graph] Policy, preparation of the batch, gradient step. On a CPU the convolutions take most.
     if args.compile:
         torch._dynamo.config.trace_autograd_ops = True  # the gradient, too, without a break
         torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
         torch._inductor.config.fallback_random = device.type == "cpu"  # as eager, and faster
         torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes 5 s
-        torch._inductor.config.max_pointwise_cat_inputs = 16  # one GPU kernel joins the gradient's 13 parts
+        torch._inductor.config.max_pointwise_cat_inputs = 16  # one GPU kernel joins the gradient's 15 parts
         act, prepare, update = map(Compiled, (act, prepare, update))
     # [fast: graph capture] One launch for all kernels of a call.
     cudagraphs = args.cudagraphs and device.type == "cuda"
@@ -733,7 +741,7 @@ if __name__ == "__main__":
         saved = {name: {k: t.clone() for k, t in item.state_dict().items()} for name, item in state.items()}
         try:
             for _ in range(6 if cudagraphs else 1):  # captured: four warm up, one records, one replays
-                act(rollout_obs[0], rollout[0, :, -1:].to(device))
+                act(rollout_obs[0], split(rollout[0], columns)["keep"].to(device))
                 prepare()
                 update(torch.arange(args.num_envs // args.num_minibatches, device=device))
         except InductorError as error:  # no C++ compiler, no Python.h, a space in a path
@@ -741,6 +749,7 @@ if __name__ == "__main__":
                 raise
             refuse(f"--compile: {str(error.inner_exception)[-300:]}")
         load_states(state, saved)
+        memory.zero_()
 
     sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
     torch.manual_seed(int(sequence.generate_state(1)[0]))
@@ -774,7 +783,7 @@ if __name__ == "__main__":
             steps["valid"][0], steps["keep"][0] = steps["valid"][-1], steps["keep"][-1]
             first_memory.copy_(memory)
             for step in range(args.num_steps):
-                keep = rollout[step, :, -1:].to(device, non_blocking=True)
+                keep = split(rollout[step], columns)["keep"].to(device, non_blocking=True)
                 rollout[step, :, :3] = act(rollout_obs[step], keep)  # sync; the first three columns
                 actions = rollout[step, :, 0].int().numpy()
                 next_obs, rewards, terminated, truncated, infos = envs.step(actions)

@@ -331,7 +331,7 @@ def recalled(agent: nn.Module, obs: Tensor, valid: Tensor) -> tuple[Tensor, Tens
     valid: (T, n), False where a step only resets; with the next one an episode begins.
     """
     keep = torch.cat([torch.zeros(1, valid.shape[1]), valid[:-1].float()])[..., None]
-    logits, values, _ = agent(obs, keep, torch.zeros(valid.shape[1], 2 * agent.lstm.hidden_dim))
+    logits, values, _ = agent(obs, keep, torch.zeros(valid.shape[1], agent.lstm.memory_dim))
     return logits, values
 
 

@@ -192,8 +192,7 @@ class Recall(gym.Env):
 
     def __init__(self, task_id, *, num_envs, seed, **_):
         self.random, self.num_envs = np.random.default_rng(seed), num_envs
-        self.place = np.zeros(num_envs, dtype=int)  # of a step in its game; 11 is the one that only resets
-        self.cue = np.zeros(num_envs, dtype=int)
+        self.place, self.cue = np.arange(num_envs) % 12, self.random.integers(2, size=num_envs)
 
     def _observe(self):
         begins = self.place == 0
@@ -202,7 +201,7 @@ class Recall(gym.Env):
         return np.broadcast_to(shades[:, None, None, None], (self.num_envs, 1, 84, 84)).copy()
 
     def reset(self):
-        self.place[:] = 0
+        self.place[:] = np.arange(self.num_envs) % 12  # of a step in its game; 11 is the one that only resets
         return self._observe(), {}
 
     def step(self, actions):

@@ -20,6 +20,7 @@ from conftest import (
     TWINS,
     changed,
     draws_of_a_twin,
+    instances,
     load,
     play,
 )
@@ -116,7 +117,8 @@ def test_lstm_and_its_gradients_are_those_of_torch_with_a_memory_that_ends(name)
     theirs = [plain.weight_ih_l0, plain.weight_hh_l0, plain.bias_ih_l0]
     for param, other in zip([*params, torch.zeros(20)], [*theirs, plain.bias_hh_l0], strict=True):
         other.data.copy_(param)
-    x, keep, memory = torch.randn(9, 3, 7, requires_grad=True), torch.rand(9, 3, 1) > 0.3, torch.randn(3, 10)
+    x, keep, memory = torch.randn(9, 3, 7), torch.rand(9, 3, 1) > 0.3, torch.randn(3, 10)
+    x, memory, keep[0, 0] = x.requires_grad_(), memory.requires_grad_(), True
     expected, state = [], memory
     for inputs, kept in zip(x, keep, strict=True):
         state = [part[None].contiguous() for part in (state * kept).chunk(2, dim=1)]
@@ -125,18 +127,20 @@ def test_lstm_and_its_gradients_are_those_of_torch_with_a_memory_that_ends(name)
         expected.append(hidden[0])
     expected, (got, left) = torch.stack(expected), ours(x, keep.float(), memory)
     torch.testing.assert_close((got, left), (expected, state))
-    weights = torch.randn_like(got)
-    gradients = torch.autograd.grad((got * weights).sum(), [x, *params])
-    by_hand = torch.autograd.grad((expected * weights).sum(), [x, *theirs])
+    weights, others = torch.randn_like(got), torch.randn_like(left)
+    gradients = torch.autograd.grad((got * weights).sum() + (left * others).sum(), [x, memory, *params])
+    by_hand = torch.autograd.grad((expected * weights).sum() + (state * others).sum(), [x, memory, *theirs])
     torch.testing.assert_close(gradients, by_hand, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in MEMORY if name in TWINS])
 def test_the_operation_of_a_recurrence_is_what_it_tells_the_compiler(name):
     script, steps, memory, weight = load(name), torch.randn(4, 3, 20), torch.randn(3, 10), torch.randn(20, 5)
-    keep, cells = torch.ones(4, 3, 1), torch.randn(4, 3, 5)
-    torch.library.opcheck(script["lstm"], (steps, keep, memory, weight))
-    torch.library.opcheck(script["backward"], (cells, keep, memory, weight, cells, steps.sigmoid()))
+    keep, cells = torch.rand(4, 3, 1).round(), torch.randn(4, 3, 5)
+    saved = [keep, memory, weight, cells, cells, steps.sigmoid()]
+    torch.library.opcheck(script["lstm_backward"], ([cells, cells], saved))
+    inputs = [tensor.requires_grad_() for tensor in (steps, memory, weight)]
+    torch.library.opcheck(script["lstm"], (steps, keep, *inputs[1:]))
 
 
 # ---- Actions and moments -----------------------------------------------------------------------------------
@@ -349,6 +353,15 @@ def test_a_policy_is_its_network_in_numpy_too_which_acts_where_it_knows_it(case,
         expected = network(obs) if twin in Q_LEARNING else network(obs)[0]
         expected = expected.argmax(dim=1) if twin in DQN else expected
     torch.testing.assert_close(torch.from_numpy(result["policy"](obs.numpy())), expected)
+
+
+def test_the_actions_of_pqn_in_numpy_are_those_of_the_last_gradient_step():
+    """By a learning rate with which each rollout prefers other actions."""
+    args = (*ONCE, "--num-envs", 2, "--start-e", 0, "--end-e", 0, "--learning-rate", 1)
+    runs = [play(name, *args, "--total-timesteps", 80) for name in (PQN[0], PQN_TWIN)]
+    taken, others = ([np.array(env.actions) for env in instances(run)] for run in runs)
+    assert all(np.array_equal(*pair) for pair in zip(taken, others, strict=True))
+    assert len(np.unique(np.concatenate(taken))) > 1
 
 
 def test_a_policy_in_numpy_has_the_parameters_of_the_last_gradient_step():

@@ -331,6 +331,23 @@ def test_what_a_run_is_made_with_is_asked_of_its_own_interpreter(tmp_path):
     assert tables.speed_table(lines).endswith(f"; commit {head[:7]}, {head[:7]}-dirty, some not recorded")
 
 
+# ---- Links -------------------------------------------------------------------------------------------------
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"(?s)```.*?```", "", page.read_text())  # without code
+    for link in re.findall(r"\]\((?!https?:)([^()\s]+)\)", text):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), link
+        headings = re.findall(r"(?m)^#+ (.*)$", target.read_text()) if anchor else []
+        # As GitHub makes anchors of headings.
+        anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings]
+        assert not anchor or anchor in anchors, link
+
+
 # ---- CleanRL -----------------------------------------------------------------------------------------------
 # What its scripts ask of gym 0.21 and of Gymnasium 0.29.
 OF_OLDER_LIBRARIES = """
@@ -365,6 +382,16 @@ for step in range(int(args.total_timesteps)):
         assert not infos["final_observation"][index].any()
         lengths += [infos["final_info"][index]["episode"]["l"]] if index == 0 else []
     writer.add_scalar("charts/SPS", 1, step)
+
+class Life(gymnasium.Wrapper):
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return obs, reward, True, truncated, info
+
+lives = gymnasium.vector.SyncVectorEnv([lambda: Life(of_gymnasium())])
+lives.reset(seed=1)
+assert lives.step(np.array([0]))[-1]["final_info"] == [None]
+assert gymnasium.wrappers.GrayScaleObservation and gymnasium.wrappers.FrameStack
 assert ended == [(7, True)] * 2 and lengths == [7, 7]
 """
 

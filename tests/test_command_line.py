@@ -151,7 +151,8 @@ def test_arguments_have_to_fit_together(name, refusal):
         fits = 2 if name in MEMORY else 50
         if name in MEMORY:
             told = "--num-minibatches takes a divisor of --num-envs 4, got "
-            cases += [(f"{told}4", "--num-envs", 4, "--num-steps", 1, "--num-minibatches", 4)]
+            single = "--num-steps has to be at least 2 where a minibatch is one environment, got 1"
+            cases += [(single, *four, "--num-steps", 1, "--num-minibatches", 4)]
         cases += [(f"{told}{number}", *rollout, number) for number in (3, 100)]
         told = "--total-timesteps has to hold a rollout of 100, got 99"
         cases += [

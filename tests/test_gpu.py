@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 import torch
 import torch._inductor.config
-from conftest import ATARI, DQN, ON_POLICY, algorithm, assert_same_numbers, draws_of_a_twin, load, play, run
+from conftest import (
+    ATARI,
+    DQN,
+    MEMORY,
+    ON_POLICY,
+    Q_LEARNING,
+    algorithm,
+    assert_same_numbers,
+    draws_of_a_twin,
+    load,
+    play,
+    run,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -91,13 +103,15 @@ def test_compiled_random_numbers_are_captured(script):
     args += ("--start-e", 0.4, "--end-e", 0.4) if script in DQN else ()  # 0 at capture
     eager = train(script, *args, cuda=True)
     for result in (eager, train(f"{script}_torchcompile", *args, *BOTH, cuda=True)):
-        if script not in ON_POLICY or script == "ppo_atari_envpool":  # else the noise is the host's
+        # Else the noise is the host's, or there is none.
+        if script not in ON_POLICY or (script in ATARI and script not in Q_LEARNING):
             obs = result["rollout_obs"][0] if script in ATARI else None
+            keep = [torch.zeros(len(obs), 1, device=result["device"])] if script in MEMORY else []
             if obs is None:
                 shape = result["envs"].observation_space.shape
                 obs = torch.zeros(shape[0], np.prod(shape[1:]), device=result["device"])
             # Outside of no_grad, as in training: the grad mode is something that compiled code depends on.
-            draws = torch.stack([result["act"](obs).clone() for _ in range(1000)]).double()
+            draws = torch.stack([result["act"](obs, *keep).clone() for _ in range(1000)]).double()
             moments.append((draws.mean(dim=0), draws.std(dim=0)))
         if script not in ON_POLICY:
             states = {key: item.state_dict() for key, item in result["state"].items()}
@@ -117,7 +131,9 @@ def test_compiled_random_numbers_are_captured(script):
 def gradient_steps(result: dict) -> list[tuple]:
     """The arguments of ten calls of `update`, at most."""
     if "batch" in result:
-        indices = torch.arange(len(result["batch"]), device=result["device"])
+        # The rows of the batch, or with a memory the environments.
+        rows = result["args"].num_envs if "memory" in result else len(result["batch"])
+        indices = torch.arange(rows, device=result["device"])
         return [(part,) for part in indices.chunk(result["args"].num_minibatches)]
     flags = (True, True) if "alpha_optimizer" in result["state"] else (True,)  # SAC's targets have turns
     return (10 * result.get("kinds", [flags]))[:10]

@@ -103,7 +103,7 @@ def test_learns_to_balance(name):
 @pytest.mark.parametrize("name", MEMORY[1::2])
 def test_what_was_seen_ten_steps_before_is_remembered(name):
     """Without a memory one of eleven actions can be known, and of the others half are right: a score of 6."""
-    sizes = ("--num-envs", 16, "--num-steps", 24, "--num-minibatches", 2, "--total-timesteps", 14_000)
+    sizes = ("--num-envs", 16, "--num-steps", 20, "--num-minibatches", 2, "--total-timesteps", 14_000)
     with patch("envpool.make", Recall), changed(name, "self.network = nn.Sequential(", POOLED):
         result = run(name, "--env-id", "Breakout-v5", *sizes, "--learning-rate", 1e-3)
     assert len(result["returns"]) > 1000 and np.mean(result["returns"][-100:]) > 9

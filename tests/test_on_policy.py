@@ -179,6 +179,8 @@ def test_the_batch_is_what_happened_and_dummy_steps_count_nowhere(name, case):
         assert torch.equal(batch[key].flatten(), rollout[key][:-1].flatten())
     if name in PQN:
         return
+    # What acts and what learns see the same, with the same memory: the parameters are those that acted.
+    assert abs(result["losses"]["old_approx_kl"]) < 1e-5 and result["losses"]["clipfrac"] == 0
     explained = 1 - np.var(advantages[valid]) / max(np.var(targets[valid]), 1e-8)
     np.testing.assert_allclose(result["losses"]["explained_variance"], explained, rtol=1e-3, atol=1e-3)
 

@@ -10,6 +10,7 @@ to the last.
 """
 
 import argparse
+import importlib
 import json
 import runpy
 import sys
@@ -18,7 +19,6 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import ale_py
 import envpool
 import gymnasium
 import numpy as np
@@ -41,10 +41,8 @@ class SyncVectorEnv(gymnasium.vector.SyncVectorEnv):
         obs, rewards, terminated, truncated, infos = super().step(actions)
         if "final_obs" in infos:
             final = infos["final_info"]
-            episode, ended = (
-                final.get("episode"),
-                final.get("_episode", [False] * self.num_envs),
-            )  # lost lives
+            # The end of a life has no episode.
+            episode, ended = final.get("episode"), final.get("_episode", [False] * self.num_envs)
             infos["final_observation"] = infos["final_obs"]
             infos["final_info"] = [
                 {"episode": {key: episode[key][index] for key in ("r", "l")}} if over else None
@@ -110,7 +108,6 @@ def stand_in() -> None:
     gymnasium.wrappers.TransformObservation = TransformObservation
     gymnasium.wrappers.GrayScaleObservation = gymnasium.wrappers.GrayscaleObservation
     gymnasium.wrappers.FrameStack = gymnasium.wrappers.FrameStackObservation
-    gymnasium.register_envs(ale_py)
     gym, distutils, util = ModuleType("gym"), ModuleType("distutils"), ModuleType("distutils.util")
     gym.make, gym.spaces, gym.Wrapper = gymnasium.make, gymnasium.spaces, GymWrapper
     gym.vector = SimpleNamespace(SyncVectorEnv=GymSyncVectorEnv)
@@ -141,6 +138,8 @@ def main() -> None:
     SummaryWriter.add_scalar = note_time
     atari = COLLECTION[args.script].actions == "atari" and "envpool" not in path.stem
     env_id = f"{args.env_id.removesuffix('-v5')}NoFrameskip-v4" if atari else args.env_id  # the same game
+    if atari:
+        gymnasium.register_envs(importlib.import_module("ale_py"))
     given = {"env-id": env_id, "seed": args.seed, "total-timesteps": args.total_timesteps}
     sys.argv = [str(path), *(f"--{name}={value}" for name, value in given.items()), *more]
     script = runpy.run_path(str(path), run_name="__main__")
