@@ -149,13 +149,13 @@ class QNetwork(nn.Module):
         super().__init__()
         self.network = nn.Sequential(
             layer_init(nn.Conv2d(4, 32, 8, stride=4, device=device)),
-            nn.LayerNorm([32, 20, 20], device=device),
+            Norm([20, 20, 32], device=device),
             nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2, device=device)),
-            nn.LayerNorm([64, 9, 9], device=device),
+            Norm([9, 9, 64], device=device),
             nn.ReLU(),
             layer_init(nn.Conv2d(64, 64, 3, stride=1, device=device)),
-            nn.LayerNorm([64, 7, 7], device=device),
+            Norm([7, 7, 64], device=device),
             nn.ReLU(),
             nn.Flatten(),
             layer_init(nn.Linear(64 * 7 * 7, 512, device=device)),
@@ -167,6 +167,17 @@ class QNetwork(nn.Module):
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.network(obs.permute(0, 3, 1, 2) / 255.0)
+
+
+class Norm(nn.LayerNorm):
+    """Layer normalisation of all features of (batch, channels, height, width), whose channels come last.
+
+    So do those of its weights, (height, width, channels): weights in another order than the features make a
+    compiled gradient step of 256 frames take 451 ms in place of 328 on a core, most of it their gradient.
+    """
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(features.movedim(1, -1)).movedim(-1, 1)
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:

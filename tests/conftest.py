@@ -325,14 +325,19 @@ def assert_episodes_are_counted(result: dict, steps: Iterable[Iterable]) -> None
     assert logged == [[(step, value) for step, value, _ in episodes], [(step, n) for step, _, n in episodes]]
 
 
-def recalled(agent: nn.Module, obs: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits and values, (T, n, ...), of an agent with a memory that has seen all of obs, (T, n, ...).
+def memory_dim(agent: nn.Module) -> int:
+    """The numbers that an agent with a memory keeps of an environment."""
+    return sum(module.memory_dim for module in agent.modules() if hasattr(module, "memory_dim"))
+
+
+def recalled(agent: nn.Module, obs: Tensor, valid: Tensor) -> list[Tensor]:
+    """What an agent with a memory says that has seen all of obs, (T, n, ...): the policy, values (T, n, 1).
 
     valid: (T, n), False where a step only resets; with the next one an episode begins.
     """
     keep = torch.cat([torch.zeros(1, valid.shape[1]), valid[:-1].float()])[..., None]
-    logits, values, _ = agent(obs, keep, torch.zeros(valid.shape[1], agent.lstm.memory_dim))
-    return logits, values
+    *outputs, _ = agent(obs, keep, torch.zeros(valid.shape[1], memory_dim(agent)))
+    return outputs
 
 
 def begin_anew(result: dict, noise: float) -> None:

@@ -22,6 +22,7 @@ from conftest import (
     draws_of_a_twin,
     instances,
     load,
+    memory_dim,
     play,
 )
 from torch import nn
@@ -83,11 +84,14 @@ def test_action_values_are_of_layers_each_normalised_but_the_last(script):
         param.data += 0.1 * torch.randn_like(param)
     x, kinds = obs.movedim(-1, 1).double().div(255) if "Games" in script else obs.double(), []
     for layer in copy.deepcopy(network.network).double():
-        kinds.append(type(layer))
-        if isinstance(layer, nn.LayerNorm):
+        kinds.append(nn.LayerNorm if isinstance(layer, nn.LayerNorm) else type(layer))
+        if kinds[-1] is nn.LayerNorm:
             rows = x.flatten(1)
             rows = (rows - rows.mean(1, keepdim=True)) / (rows.var(1, correction=0)[:, None] + 1e-5).sqrt()
-            x = rows.view(x.shape) * layer.weight + layer.bias
+            weight, bias = layer.weight, layer.bias
+            if x.dim() == 4:  # their channels come last
+                weight, bias = weight.movedim(-1, 0), bias.movedim(-1, 0)
+            x = rows.view(x.shape) * weight + bias
         else:
             x = layer(x)
     torch.testing.assert_close(network(obs), x.float())
@@ -101,7 +105,8 @@ def test_network_starts_orthogonal(script):
     agent, root = network_of(script), 2**0.5
     gains = [root, root, root, root, 0.01, 1.0] if "Games" in script else [root, root, 1.0, root, root, 0.01]
     gains = [root] * (5 if "Games" in script else 3) if "QNetwork" in script else gains
-    gains = [*gains[:4], 1.0, 1.0, *gains[4:]] if "LSTM" in script else gains
+    if "LSTM" in script:  # the gains of its two layers
+        gains = [*gains[:4], 1.0, 1.0, *gains[4:]] if "Games" in script else [root, 1, 1, 1, root, 1, 1, 0.01]
     layers = [layer for layer in agent.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
     for layer, gain in zip(layers, gains, strict=True):
         singular_values = torch.linalg.svdvals(layer.weight.flatten(1))
@@ -252,8 +257,9 @@ def test_networks_and_their_flat_one_have_the_same_memory(name, kind):
     networks, inputs = [make() for _ in range(1 + two)], [torch.randn(7, 5), torch.randn(7, 2)][: 1 + two]
     inputs = [torch.randint(256, (7, 84, 84, 4), dtype=torch.uint8)] if name in ATARI else inputs
     if name in MEMORY:
-        frames = torch.randint(256, (7, 2, 84, 84, 1), dtype=torch.uint8)
-        inputs = [frames, torch.rand(7, 2, 1).round(), torch.randn(2, 256)]
+        steps = (7, 2, 84, 84, 1) if name in ATARI else (7, 2, 5)
+        obs = torch.randint(256, steps, dtype=torch.uint8) if name in ATARI else torch.randn(steps)
+        inputs = [obs, torch.rand(7, 2, 1).round(), torch.randn(2, memory_dim(make()))]
     plain, fixed = copy.deepcopy(networks), [net.requires_grad_(False) for net in copy.deepcopy(networks)]
     flat, target = script["Flat"](*networks), script["Flat"](*fixed)
     params = [(key, param) for network in networks for key, param in network.named_parameters()]
