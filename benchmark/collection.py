@@ -158,6 +158,14 @@ COLLECTION = {
             Check("CartpoleSwingup-v1", 500_000, 600, 1000, (ENVPOOL, ("num-envs", "4"))),
         ),
     ),
+    "ppo_continuous_action_lstm": Algorithm(
+        title="PPO with an LSTM for continuous actions",
+        actions="continuous",
+        quick=10 * 1024,
+        speed=20 * 1024,
+        losses=OF_PPO,
+        num_envs=16,
+    ),
     "ppo": Algorithm(
         title="PPO for discrete actions",
         actions="discrete",

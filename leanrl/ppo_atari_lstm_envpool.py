@@ -220,14 +220,17 @@ def split(rows: Tensor, columns: dict[str, int]) -> dict[str, Tensor]:
 
 
 def recurrence(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states, (T, n, h), and last memory, (n, 2h), by the inputs' share of the gates, (T, n, 4h)."""
+    """Hidden states, (T, n, h), and last memory, (n, 2h), by the inputs' share of the gates, (T, n, 4h).
+
+    Several LSTMs of one size may go side by side: the dimension before n is theirs, in keep of size 1.
+    """
     hiddens = []
     for inputs, kept in zip(gates, keep, strict=True):
-        hidden, cell = (memory * kept).chunk(2, dim=1)
-        i, f, g, o = (inputs + hidden @ weight.T).chunk(4, dim=1)  # the equations of `nn.LSTM`
+        hidden, cell = (memory * kept).chunk(2, dim=-1)
+        i, f, g, o = (inputs + hidden @ weight.mT).chunk(4, dim=-1)  # the equations of `nn.LSTM`
         cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
         hiddens.append(o.sigmoid() * cell.tanh())
-        memory = torch.cat([hiddens[-1], cell], dim=1)
+        memory = torch.cat([hiddens[-1], cell], dim=-1)
     return torch.stack(hiddens), memory
 
 

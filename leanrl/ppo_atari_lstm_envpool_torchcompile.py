@@ -240,12 +240,12 @@ def split(rows: Tensor, columns: dict[str, int]) -> dict[str, Tensor]:
 @torch.library.custom_op("leanrl::lstm", mutates_args=())
 def lstm(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden and cell states, (T, n, h), and the gates, (T, n, 4h): Greff et al., arXiv:1503.04069, II-A."""
-    (hidden, cell), gates = memory.chunk(2, dim=1), gates.clone()
-    hiddens = gates.new_empty(*gates.shape[:2], weight.shape[1])
+    (hidden, cell), gates = memory.chunk(2, dim=-1), gates.clone()
+    hiddens = gates.new_empty(*gates.shape[:-1], weight.shape[-1])
     cells = torch.empty_like(hiddens)
     for t in range(len(gates)):
         hidden, cell = hidden * keep[t], cell * keep[t]
-        i, f, g, o = gates[t].addmm_(hidden, weight.T).chunk(4, dim=1)
+        i, f, g, o = gates[t].add_(hidden @ weight.mT).chunk(4, dim=-1)
         i, f, g, o = i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
         cell = torch.mul(f, cell, out=cells[t]).addcmul_(i, g)
         hidden = torch.mul(o, cell.tanh(), out=hiddens[t])
@@ -254,7 +254,7 @@ def lstm(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[T
 
 @lstm.register_fake
 def _(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    hiddens = gates.new_empty(*gates.shape[:2], weight.shape[1])
+    hiddens = gates.new_empty(*gates.shape[:-1], weight.shape[-1])
     return hiddens, torch.empty_like(hiddens), torch.empty_like(gates)
 
 
@@ -262,24 +262,24 @@ def _(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tens
 def lstm_backward(grads: list[Tensor], saved: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by the gates before their nonlinearities, `memory` and `weight` (Greff et al., II-B)."""
     keep, memory, weight, hiddens, cells, gates = saved
-    i, f, g, o = gates.chunk(4, dim=2)
-    before = torch.cat([memory[None], torch.cat([hiddens, cells], dim=2)[:-1]]) * keep
-    last_hiddens, last_cells = before.chunk(2, dim=2)
+    i, f, g, o = gates.chunk(4, dim=-1)
+    before = torch.cat([memory[None], torch.cat([hiddens, cells], dim=-1)[:-1]]) * keep
+    last_hiddens, last_cells = before.chunk(2, dim=-1)
     # What does not depend on later steps, for all steps at once.
     tanh = cells.tanh()
     slopes = [i * (1 - i) * g, f * (1 - f) * last_cells, (1 - g * g) * i, o * (1 - o) * tanh]
-    slopes, by_cell, by_last_cell = torch.stack(slopes, dim=2), o * (1 - tanh * tanh), f * keep
+    slopes, by_cell, by_last_cell = torch.stack(slopes, dim=-2), o * (1 - tanh * tanh), f * keep
     by_gates = torch.empty_like(slopes)
     grad_hidden = grad_cell = torch.zeros_like(cells[0])
     for t in reversed(range(len(cells))):
         grad_hidden = grad_hidden + grads[0][t]
         grad_cell = torch.addcmul(grad_cell + grads[1][t], grad_hidden, by_cell[t])
-        parts = torch.stack([grad_cell, grad_cell, grad_cell, grad_hidden], dim=1)
+        parts = torch.stack([grad_cell, grad_cell, grad_cell, grad_hidden], dim=-2)
         torch.mul(slopes[t], parts, out=by_gates[t])
-        grad_hidden = by_gates[t].flatten(1) @ weight * keep[t]
+        grad_hidden = by_gates[t].flatten(-2) @ weight * keep[t]
         grad_cell = grad_cell * by_last_cell[t]
-    by_gates, by_memory = by_gates.flatten(2), torch.cat([grad_hidden, grad_cell], dim=1)
-    return by_gates, by_memory, by_gates.flatten(0, 1).T @ last_hiddens.flatten(0, 1)
+    by_gates, by_memory = by_gates.flatten(-2), torch.cat([grad_hidden, grad_cell], dim=-1)
+    return by_gates, by_memory, torch.einsum("t...ng,t...nh->...gh", by_gates, last_hiddens)
 
 
 @lstm_backward.register_fake
@@ -301,9 +301,12 @@ lstm.register_autograd(lstm_gradients, setup_context=save)
 
 
 def recurrence(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states, (T, n, h), and last memory, (n, 2h), by the inputs' share of the gates, (T, n, 4h)."""
+    """Hidden states, (T, n, h), and last memory, (n, 2h), by the inputs' share of the gates, (T, n, 4h).
+
+    Several LSTMs of one size may go side by side: the dimension before n is theirs, in keep of size 1.
+    """
     hiddens, cells, _ = lstm(gates, keep, memory, weight)  # [fast: recurrence as one operation]
-    return hiddens, torch.cat([hiddens[-1], cells[-1]], dim=1)
+    return hiddens, torch.cat([hiddens[-1], cells[-1]], dim=-1)
 
 
 # [fast: flat] Adam and the clipping of gradients are few operations each.

@@ -325,9 +325,10 @@ def assert_episodes_are_counted(result: dict, steps: Iterable[Iterable]) -> None
     assert logged == [[(step, value) for step, value, _ in episodes], [(step, n) for step, _, n in episodes]]
 
 
-def memory_dim(agent: nn.Module) -> int:
-    """The numbers that an agent with a memory keeps of an environment."""
-    return sum(module.memory_dim for module in agent.modules() if hasattr(module, "memory_dim"))
+def empty_memory(agent: nn.Module, num_envs: int) -> Tensor:
+    """That of an agent of an LSTM, (num_envs, width), or of two, (2, num_envs, width)."""
+    widths = [module.memory_dim for module in agent.modules() if hasattr(module, "memory_dim")]
+    return torch.zeros(*([2] if len(widths) == 2 else []), num_envs, widths[0])
 
 
 def recalled(agent: nn.Module, obs: Tensor, valid: Tensor) -> list[Tensor]:
@@ -336,7 +337,7 @@ def recalled(agent: nn.Module, obs: Tensor, valid: Tensor) -> list[Tensor]:
     valid: (T, n), False where a step only resets; with the next one an episode begins.
     """
     keep = torch.cat([torch.zeros(1, valid.shape[1]), valid[:-1].float()])[..., None]
-    *outputs, _ = agent(obs, keep, torch.zeros(valid.shape[1], memory_dim(agent)))
+    *outputs, _ = agent(obs, keep, empty_memory(agent, valid.shape[1]))
     return outputs
 
 

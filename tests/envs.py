@@ -259,6 +259,21 @@ class Balance(gym.Env):
         return self.state.astype(np.float32), 1 - 0.5 * force**2, fallen, self.left == 0, {}
 
 
+class Cue(gym.Env):
+    """Episodes of 11 steps; what an action earns is itself, with the sign that the first observation has."""
+
+    observation_space, action_space = Box(-1, 1, (1,), np.float32), Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.cue, self.step_index = self.np_random.choice((-1.0, 1.0)), 0
+        return np.array([self.cue], np.float32), {}
+
+    def step(self, action):
+        self.step_index += 1
+        return np.zeros(1, np.float32), self.cue * action.item(), self.step_index == 11, False, {}
+
+
 class Codes(gym.Env):
     """Shows a number, and rewards each of the two parts of an action that fits it: 2 at best, 0.6 by luck."""
 
@@ -424,6 +439,7 @@ for kind in (
 ):
     register(kind)
 gym.register("Codes-v0", entry_point=Codes)
+gym.register("Cue-v0", entry_point=Cue)
 gym.register("Masked-v0", entry_point=Masked)
 register(Careless, "Unbounded", low=-np.inf, high=np.inf)
 register(Careless, "Flat", low=1, high=1)

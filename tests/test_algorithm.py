@@ -20,9 +20,9 @@ from conftest import (
     TWINS,
     changed,
     draws_of_a_twin,
+    empty_memory,
     instances,
     load,
-    memory_dim,
     play,
 )
 from torch import nn
@@ -106,7 +106,8 @@ def test_network_starts_orthogonal(script):
     gains = [root, root, root, root, 0.01, 1.0] if "Games" in script else [root, root, 1.0, root, root, 0.01]
     gains = [root] * (5 if "Games" in script else 3) if "QNetwork" in script else gains
     if "LSTM" in script:  # the gains of its two layers
-        gains = [*gains[:4], 1.0, 1.0, *gains[4:]] if "Games" in script else [root, 1, 1, 1, root, 1, 1, 0.01]
+        alone = [root, 1, 1, 1, root, 1, 1, 0.01]
+        gains = [*gains[:4], 1.0, 1.0, *gains[4:]] if "Games" in script else alone
     layers = [layer for layer in agent.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
     for layer, gain in zip(layers, gains, strict=True):
         singular_values = torch.linalg.svdvals(layer.weight.flatten(1))
@@ -259,7 +260,7 @@ def test_networks_and_their_flat_one_have_the_same_memory(name, kind):
     if name in MEMORY:
         steps = (7, 2, 84, 84, 1) if name in ATARI else (7, 2, 5)
         obs = torch.randint(256, steps, dtype=torch.uint8) if name in ATARI else torch.randn(steps)
-        inputs = [obs, torch.rand(7, 2, 1).round(), torch.randn(2, memory_dim(make()))]
+        inputs = [obs, torch.rand(7, 2, 1).round(), empty_memory(make(), 2).normal_()]
     plain, fixed = copy.deepcopy(networks), [net.requires_grad_(False) for net in copy.deepcopy(networks)]
     flat, target = script["Flat"](*networks), script["Flat"](*fixed)
     params = [(key, param) for network in networks for key, param in network.named_parameters()]

@@ -14,6 +14,7 @@ from conftest import (
     ATARI,
     DQN,
     EACH_STEP,
+    MEMORY,
     OFF_POLICY,
     ON_POLICY,
     PQN,
@@ -37,6 +38,7 @@ CASES += [(PPO, 3, "nn.Tanh()", "nn.Sigmoid()"), (PQN[1], 3, "nn.ReLU()", "nn.Si
 # closer together.)
 ROLLOUTS = ("--num-steps", 16, "--num-minibatches", 2, "--update-epochs", 2, "--num-envs")
 ARGS = {name: (*ROLLOUTS, 2 if name in ATARI else 1) for name in ON_POLICY}
+ARGS |= {name: (*ARGS[name], "--num-minibatches", 1) for name in MEMORY if name not in ATARI}
 ARGS |= {name: ("--learning-starts", 50, "--batch-size", 16) for name in OFF_POLICY}
 ARGS |= {name: (*ARGS[name], *EACH_STEP) for name in DQN}
 CUDA = torch.device("cuda")

@@ -304,11 +304,13 @@ def test_the_same_signal_again_ends_a_run_at_once():
 def best_actions(name: str, done: dict, rows: list[Row]) -> np.ndarray:
     """What the networks of a run take for the best actions at the steps of an episode."""
     state, obs = done["state"], np.stack([row.obs for row in rows])
+
+    def remembering(obs: torch.Tensor) -> torch.Tensor:
+        return recalled(state["agent"], obs[:, None], torch.tensor([[row.valid] for row in rows]))[0][:, 0]
+
     with torch.no_grad():
-        if name in MEMORY:
-            frames = torch.from_numpy(obs[:, -1, None, :, :, None])
-            valid = torch.tensor([[row.valid] for row in rows])
-            return recalled(state["agent"], frames, valid)[0][:, 0].argmax(dim=1).numpy()
+        if name in ATARI and name in MEMORY:
+            return remembering(torch.from_numpy(obs[:, -1, :, :, None])).argmax(dim=1).numpy()
         if name in ATARI:
             obs = torch.from_numpy(obs.transpose(0, 2, 3, 1).copy())
             values = state["q_network"](obs) if name in Q_LEARNING else state["agent"](obs)[0]
@@ -320,7 +322,8 @@ def best_actions(name: str, done: dict, rows: list[Row]) -> np.ndarray:
             return (values if name in Q_LEARNING else values[0]).argmax(dim=1).numpy() + space.start
         if name not in OFF_POLICY:
             obs = torch.from_numpy(done["obs_moments"].standardise(obs)).float()
-            return state["agent"](obs)[0].numpy().clip(space.low, space.high)
+            mean = remembering(obs) if name in MEMORY else state["agent"](obs)[0]
+            return mean.numpy().clip(space.low, space.high)
         see = state.get("obs_normalizer", torch.nn.Identity())
         actions = state["actor"](see(torch.from_numpy(obs).float()))
         actions = torch.tanh(actions[0]) if isinstance(actions, tuple) else actions  # of a Gaussian, its mean

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    ATARI,
     DISCRETE,
     MEMORY,
     NOT_ATARI,
@@ -16,6 +17,7 @@ from conftest import (
     algorithm,
     changed,
     cli,
+    empty_memory,
     rates,
     run,
     takes,
@@ -33,6 +35,7 @@ LEARN = {
     (True, "continuous"): (20_000, 3e-3, *ROLLOUTS, "--num-envs", 1),
     (True, "discrete"): (20_000, 3e-3, *ROLLOUTS, "--num-envs", 1),
 }
+WHOLE = ("--num-envs", 16, "--num-steps", 16, "--num-minibatches", 4)  # environments in a minibatch
 # A cue is a shade: the mean of a frame in place of convolutions.
 POOLED = "nn.Sequential(nn.AvgPool2d(84), nn.Flatten(), nn.Linear(1, 512), nn.ReLU())"
 POOLED = f"self.network = {POOLED} or nn.Sequential("
@@ -43,6 +46,7 @@ SUPPORT = ("--v-min", -2, "--v-max", 3)
 def learn(name: str) -> tuple[int, list]:
     """The steps of a script to learn to balance, and its arguments."""
     steps, rate, *args = LEARN[algorithm(name).on_policy, algorithm(name).actions]
+    args += WHOLE if name in MEMORY else []
     return steps, [*args, *rates(name, rate), *(SUPPORT if takes(name, "v_max") else ())]
 
 
@@ -58,6 +62,8 @@ def test_learnt_values_are_the_known_ones(name, probe):
     result = run(name, *world(name, probe), *args, "--gamma", 0.5, "--total-timesteps", steps // 4)
     state = result["state"]
     obs, expected = torch.tensor([*PROBES[probe].items()]).float().split(1, dim=1)
+    # An agent with a memory sees them one after the other: an episode of them, or each an episode of its own.
+    keep = torch.full((len(obs), 1, 1), float(probe == "LateReward"))
     with torch.no_grad():
         if name in Q_LEARNING:
             values = state["q_network"](obs).T
@@ -75,7 +81,11 @@ def test_learnt_values_are_the_known_ones(name, probe):
             values = state["agent"](obs)[-1].T
         else:  # rewards, and so values, are in units of the deviation of returns
             seen = torch.from_numpy(result["obs_moments"].standardise(obs.numpy())).float()
-            values = state["agent"](seen)[-1].T * result["return_moments"].std()
+            if name in MEMORY:
+                *_, values, _ = state["agent"](seen[:, None], keep, empty_memory(state["agent"], 1))
+            else:
+                *_, values = state["agent"](seen)
+            values = values.view(1, -1) * result["return_moments"].std()
     torch.testing.assert_close(values.float(), expected.T.expand_as(values), rtol=0, atol=0.1)
 
 
@@ -100,7 +110,16 @@ def test_learns_to_balance(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MEMORY[1::2])
+@pytest.mark.parametrize("name", [name for name in MEMORY if name in NOT_ATARI])
+def test_a_cue_of_the_first_step_is_remembered(name):
+    """Eleven steps: without a memory the first earns 1 at most, and the others 0 together."""
+    sizes = ("--num-envs", 16, "--num-steps", 22, "--num-minibatches", 2, "--total-timesteps", 15_000)
+    result = run(name, "--env-id", "envs:Cue-v0", *sizes, "--learning-rate", 3e-3, "--eval-episodes", 10)
+    assert min(result["summary"]["eval_returns"]) > 9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MEMORY[1::2] if name in ATARI])
 def test_what_was_seen_ten_steps_before_is_remembered(name):
     """Without a memory one of eleven actions can be known, and of the others half are right: a score of 6."""
     sizes = ("--num-envs", 16, "--num-steps", 20, "--num-minibatches", 2, "--total-timesteps", 14_000)

@@ -109,6 +109,11 @@ def plain_returns(steps: dict[str, np.ndarray], values: np.ndarray) -> np.ndarra
     return returns[:-1]
 
 
+def flat(*outputs: Tensor) -> list[Tensor]:
+    """What an agent says of steps (T, n, ...), as of (T * n, ...); a log_std, (1, action_dim), stays."""
+    return [part.flatten(0, 1) if part.dim() == 3 else part for part in outputs]
+
+
 def evaluate(agent: Callable, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Distribution]:
     """Log-probabilities of actions and values, (batch,), that an agent gives for obs, and its policy."""
     outputs, *log_std, values = agent(obs)
@@ -161,8 +166,8 @@ def test_the_batch_is_what_happened_and_dummy_steps_count_nowhere(name, case):
         if name in PQN:
             both = state["q_network"](obs).max(dim=1)
         elif name in MEMORY:  # all since the first step, of which a rollout begins with what is left
-            logits, values = (part[-num_steps - 1 :] for part in recalled(state["agent"], seen, whole))
-            both = values, Categorical(logits=logits).log_prob(actions[..., 0])
+            outputs = flat(*(part[-num_steps - 1 :] for part in recalled(state["agent"], seen, whole)))
+            both = evaluate(lambda _: outputs, obs, actions.flatten(0, 1))[1::-1]
         else:
             both = evaluate(state["agent"], obs, actions.flatten(0, 1))[1::-1]
     values, log_prob = (part.view(valid.shape).numpy() for part in both)
@@ -203,13 +208,15 @@ def test_policy_acts_at_what_it_sees(name):
         result = fresh(name, (3, 500, total), "--learning-rate", 0)
         rollout = of_rollout(result)
         with torch.no_grad():
-            mean, log_std, _ = result["state"]["agent"](rollout["obs"])
+            recall = (rollout["keep"], result["first_memory"]) if name in MEMORY else ()
+            mean, log_std, *_ = result["state"]["agent"](rollout["obs"], *recall)
             noise = (rollout["actions"] - mean) / log_std.exp()
         assert mean.std() > 0.5 and log_std.mean() == -1
         return noise[:-1].numpy()
 
     deviation = ("torch.zeros(1, action_dim,", "torch.full((1, action_dim), -1.0,")
-    with changed(name, "std=0.01)", "std=2.0)", *deviation):
+    gain = 10.0 if name in MEMORY else 2.0  # an LSTM says little at first
+    with changed(name, "std=0.01)", f"std={gain})", *deviation):
         first, noise = last_noise(1500), last_noise(3000)  # of a run of one rollout, and of two
     assert abs(noise.mean()) < 4 / noise.size**0.5
     assert abs(noise.std() - 1) < 4 / (2 * noise.size) ** 0.5
@@ -291,7 +298,10 @@ def taken(known: dict[str, Tensor], indices: Tensor) -> dict[str, Tensor]:
     """Some rows of the known batch, or of one with a memory all rows of some environments."""
     if "first_memory" not in known:
         return {key: rows[indices] for key, rows in known.items()}
-    return {key: rows[indices] if key == "first_memory" else rows[:, indices] for key, rows in known.items()}
+    part = dict(known)
+    memory = part.pop("first_memory")
+    by_env = {"first_memory": memory[:, indices] if memory.dim() == 3 else memory[indices]}
+    return {key: rows[:, indices] for key, rows in part.items()} | by_env
 
 
 def predictions(agent: Callable, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor, Distribution]:
@@ -300,12 +310,8 @@ def predictions(agent: Callable, rows: dict[str, Tensor]) -> tuple[Tensor, Tenso
     if "first_memory" not in rows:
         return evaluate(agent, rows["obs"], actions)
 
-    def remembering(obs: Tensor) -> tuple[Tensor, Tensor]:
-        logits, values, _ = agent(obs, rows["keep"], rows["first_memory"])
-        return logits.flatten(0, 1), values.flatten(0, 1)
-
-    log_prob, values, policy = evaluate(remembering, rows["obs"], actions[:, 0])
-    return log_prob, values, policy
+    *outputs, _ = agent(rows["obs"], rows["keep"], rows["first_memory"])
+    return evaluate(lambda _: flat(*outputs), rows["obs"], actions)
 
 
 def losses_by_hand(agent: Callable, result: dict, indices: Tensor) -> dict[str, Tensor]:

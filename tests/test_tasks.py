@@ -9,7 +9,19 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import DQN, NOT_ATARI, OFF_POLICY, SHORT, changed, draws_of_a_twin, instances, load, run, world
+from conftest import (
+    DQN,
+    MEMORY,
+    NOT_ATARI,
+    OFF_POLICY,
+    SHORT,
+    changed,
+    draws_of_a_twin,
+    instances,
+    load,
+    run,
+    world,
+)
 from envs import TERMINATED, Scripted, ScriptedPool
 from torch import nn
 
@@ -57,6 +69,7 @@ def test_a_pool_gives_what_gymnasium_gives(name, kind, monkeypatch, tmp_path):
     monkeypatch.setattr("envpool.make", ScriptedPool)
     monkeypatch.setattr("envpool.list_all_envs", lambda: [env_id[1]])
     several = ("--num-envs", 3, "--save-model", "--eval-episodes", 3)
+    several += ("--num-minibatches", 3) if name in MEMORY else ()
     results = []
     for backend in ("gymnasium", "envpool"):
         options = (*env_id, *SHORT[name], *several, "--env-backend", backend)
