@@ -161,10 +161,11 @@ COLLECTION = {
     "ppo_continuous_action_lstm": Algorithm(
         title="PPO with an LSTM for continuous actions",
         actions="continuous",
-        quick=10 * 1024,
-        speed=20 * 1024,
+        quick=10 * 2048,
+        speed=20 * 2048,
         losses=OF_PPO,
-        num_envs=16,
+        num_envs=64,
+        sb3="RecurrentPPO",
     ),
     "ppo": Algorithm(
         title="PPO for discrete actions",

@@ -8,8 +8,9 @@ Arguments, Environment and Networks go from each eager script to its twin, which
 its first `# [fast`, what it adds, and functions that it has in place of those of the eager script. Adam and
 Compiled go from SAC's twin to those twins and scripts of many agents that have them, RAdam from PQN's twin to
 that for Atari; Flat goes to the twins that hold several networks, from DQN's twin to those that hold one, and
-from that of PPO for Atari to those for Atari. The version in CITATION.cff goes to the first line of each
-file. tests/test_twins.py checks that all of this is equal.
+from that of PPO for Atari to those for Atari. The LSTM and its recurrence go from PPO for Atari to continuous
+PPO. The version in CITATION.cff goes to the first line of each file. tests/test_twins.py checks that all of
+this is equal.
 """
 
 import re
@@ -42,6 +43,11 @@ def definition(text: str, title: str) -> str:
     return re.search(rf"^{re.escape(title)}.*?\n\n\n", text, re.MULTILINE | re.DOTALL).group()
 
 
+def operation(text: str) -> str:
+    """The recurrence of a twin as one operation."""
+    return re.search(r"^# \[fast: recurrence.*?(?=^# \[fast: flat)", text, re.MULTILINE | re.DOTALL).group()
+
+
 def passage(text: str, first: str) -> str:
     """One of PASSAGES in a script, by what it begins with."""
     begin = text.index(f"\n{first}") + 1
@@ -51,7 +57,7 @@ def passage(text: str, first: str) -> str:
 
 def shared(name: str, text: str) -> str:
     """The text of the script `name`, with what it shares as in the script where that is written."""
-    source, twin, one_network, atari, pqn = (
+    source, twin, one_network, atari, pqn, lstm, lstm_twin = (
         (LEANRL / f"{file}.py").read_text()
         for file in (
             "sac_continuous_action",
@@ -59,6 +65,8 @@ def shared(name: str, text: str) -> str:
             "dqn_torchcompile",
             "ppo_atari_envpool_torchcompile",
             "pqn_torchcompile",
+            "ppo_atari_lstm_envpool",
+            "ppo_atari_lstm_envpool_torchcompile",
         )
     )
     version = re.search(r"^version: (\S+)", (ROOT / "CITATION.cff").read_text(), re.MULTILINE).group(1)
@@ -70,6 +78,12 @@ def shared(name: str, text: str) -> str:
         run = run.replace(definition(run, "def parse_args("), definition(text, "def parse_args("))
         run = run.replace("class Pool(", f"{definition(text, 'class Workers(')}class Pool(")
     text = text.replace(section(text, "Run"), run)
+    if "\nclass LSTM(" in text:
+        text = text.replace(definition(text, "class LSTM("), definition(lstm, "class LSTM("))
+        if name.endswith("_torchcompile"):
+            text = text.replace(operation(text), operation(lstm_twin))
+        else:
+            text = text.replace(definition(text, "def recurrence("), definition(lstm, "def recurrence("))
     if name.endswith(("_torchcompile", "_seeds")):
         sources = {"class Adam(": twin, "class Compiled:": twin, "class RAdam(": pqn}
         for title, other in sources.items():

@@ -25,6 +25,8 @@ from conftest import (
 from envs import TERMINATED, Scripted, ScriptedPool
 from torch import nn
 
+from benchmark.no_velocity import POSITIONS
+
 SAC, TD3, PPO = "sac_continuous_action", "td3_continuous_action", "ppo_continuous_action"
 TWO = ("--num-envs", 2)
 every = pytest.mark.parametrize("name", NOT_ATARI)
@@ -118,6 +120,19 @@ def test_what_envpool_cannot_make_is_refused(refusal):
     assert line.endswith(
         "Catch-v0 does not render: RuntimeError: render not implemented for this environment"
     )
+
+
+@pytest.mark.parametrize("env_id", POSITIONS)
+def test_tasks_without_velocities_show_positions(env_id):
+    name, version = env_id.split("-")
+    env, hidden = gym.make(env_id), gym.make(f"benchmark.no_velocity:{name}NoVel-{version}")
+    seen = [hidden.reset(seed=1)[0], hidden.step(np.ones(hidden.action_space.shape))[0]]
+    whole = np.stack([env.reset(seed=1)[0], env.step(np.ones(env.action_space.shape))[0]])
+    assert np.array_equal(seen, whole[:, : hidden.observation_space.shape[0]])
+    if "mujoco" in env.spec.entry_point:
+        assert np.array_equal(seen[1], env.unwrapped.data.qpos[1:])
+    else:  # Of Pendulum-v1 the angle's cosine and sine, of MountainCarContinuous-v0 the place.
+        assert whole.shape[1] == len(seen[1]) + 1
 
 
 @every

@@ -4,11 +4,12 @@
         [--learning-starts=N] [--num-envs=N] [--batch-size=N] [--width=N] [--num-steps=N] [--settle=N]
 
 Same task and networks, same batches and number of gradient steps as the scripts have by default, or with the
-sizes that are given; everything else is the library's default. PPO goes without the
-normalisation that the script has, which saves the libraries time. Atari games are ale-py's behind
-Stable-Baselines3's own wrappers, stepped in turn: the same frames, network and batches, but no EnvPool. SPS
-counts from a step at which everything is compiled, for JAX compiles when it first learns: of PPO after two
-rollouts, of the others after as many agent steps in which they learn as --settle says.
+sizes that are given; everything else is the library's default. PPO goes without the normalisation that the
+script has, which saves the libraries time. Atari games are ale-py's behind Stable-Baselines3's own wrappers,
+stepped in turn: the same frames, network and batches, but no EnvPool. RecurrentPPO is sb3-contrib's, whose
+networks have a layer behind the LSTM, where ours have it in front. SPS counts from a step at which everything
+is compiled, for JAX compiles when it first learns: of PPO after two rollouts, of the others after as many
+agent steps in which they learn as --settle says.
 """
 
 import time
@@ -45,11 +46,14 @@ DISCRETE |= {"target_update_interval": 500}
 DISCRETE |= {"exploration_fraction": 0.5, "policy_kwargs": {"net_arch": [120, 84]}}
 ATARI = {"n_steps": 128, "batch_size": 256, "n_epochs": 4, "learning_rate": 2.5e-4}
 ATARI |= {"clip_range": 0.1, "ent_coef": 0.01}
+RECURRENT = {"n_steps": 32, "batch_size": 256, "learning_rate": 6e-4}
+RECURRENT |= {"policy_kwargs": {"net_arch": [64], "lstm_hidden_size": 64}}
 # By the class and the kind of actions.
 OPTIONS = {
     ("SAC", "continuous"): OFF_POLICY,
     ("TD3", "continuous"): OFF_POLICY,
     ("PPO", "continuous"): ON_POLICY,
+    ("RecurrentPPO", "continuous"): ON_POLICY | RECURRENT,
     ("PPO", "discrete"): ON_POLICY | ON_POLICY_DISCRETE,
     ("PPO", "atari"): ATARI,
     ("DQN", "discrete"): DISCRETE,
@@ -108,11 +112,12 @@ def main() -> None:
         layers = [args.width, *others]
         layers = {"pi": layers, "vf": layers} if algorithm == "PPO" else layers
         options["policy_kwargs"] = {"net_arch": layers}
-    library = importlib.import_module(PACKAGES[args.peer])
+    recurrent = algorithm == "RecurrentPPO"
+    library = importlib.import_module("sb3_contrib" if recurrent else PACKAGES[args.peer])
     env = make_env(entry.actions, args.env_id, args.seed, num_envs)
-    policy = "CnnPolicy" if entry.actions == "atari" else "MlpPolicy"
+    policy = "MlpLstmPolicy" if recurrent else "CnnPolicy" if entry.actions == "atari" else "MlpPolicy"
     model = getattr(library, algorithm)(policy, env, seed=args.seed, **options)
-    start = 2 * options["n_steps"] * env.num_envs if algorithm == "PPO" else args.settle
+    start = 2 * options["n_steps"] * env.num_envs if entry.on_policy else args.settle
     stopwatch = Stopwatch(args.learning_starts + start)
     model.learn(args.total_timesteps, callback=stopwatch)
     elapsed = time.perf_counter() - stopwatch.started if stopwatch.started else None

@@ -1,0 +1,25 @@
+"""Tasks of Gymnasium whose velocities are hidden, for agents with a memory.
+
+    PYTHONPATH=$PWD ./run.sh train ppo_continuous_action_lstm --env-id benchmark.no_velocity:PendulumNoVel-v1
+
+Their names are those of the Stable-Baselines3 zoo, where it has them.
+"""
+
+import gymnasium as gym
+
+# Positions come first in their observations: how many there are.
+POSITIONS = {"Pendulum-v1": 2, "MountainCarContinuous-v0": 1}
+POSITIONS |= {"HalfCheetah-v4": 8, "Hopper-v4": 5, "Walker2d-v4": 8}
+
+
+def make(env_id: str, **options) -> gym.Env:
+    """An environment that shows its positions alone."""
+    env, positions = gym.make(env_id, **options), POSITIONS[env_id]
+    seen = env.observation_space
+    seen = gym.spaces.Box(seen.low[:positions], seen.high[:positions], dtype=seen.dtype)
+    return gym.wrappers.TransformObservation(env, lambda obs: obs[:positions], seen)
+
+
+for env_id in POSITIONS:
+    name, version = env_id.split("-")
+    gym.register(f"{name}NoVel-{version}", entry_point=make, kwargs={"env_id": env_id})
