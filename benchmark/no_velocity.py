@@ -2,7 +2,7 @@
 
     PYTHONPATH=$PWD ./run.sh train ppo_continuous_action_lstm --env-id benchmark.no_velocity:PendulumNoVel-v1
 
-Their names are those of the Stable-Baselines3 zoo, where it has them.
+Names are as in the Stable-Baselines3 zoo, which shows zeros in place of velocities. Here they are left out.
 """
 
 import gymnasium as gym

@@ -236,7 +236,7 @@ def split(rows: Tensor, columns: dict[str, int]) -> dict[str, Tensor]:
     return dict(zip(columns, rows.split([*columns.values()], dim=-1), strict=True))
 
 
-# [fast: recurrence as one operation] Step by step it would compile for minutes; docs/log.md has the times.
+# [fast: recurrence as one operation] Step by step it compiles for minutes; docs/log.md has the times.
 @torch.library.custom_op("leanrl::lstm", mutates_args=())
 def lstm(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden and cell states, (T, n, h), and the gates, (T, n, 4h): Greff et al., arXiv:1503.04069, II-A."""

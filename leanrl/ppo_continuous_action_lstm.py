@@ -12,7 +12,7 @@
 Papers: Schulman et al., "Proximal Policy Optimization Algorithms", arXiv:1707.06347 (2017); Huang et al.,
         "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog Track (2022).
         Hochreiter and Schmidhuber, "Long Short-Term Memory", Neural Computation 9 (1997).
-Run:    python ppo_continuous_action_lstm.py --env-backend envpool --env-id CheetahRun-v1 --obs-keys position
+Run:    python ppo_continuous_action_lstm.py --env-id HalfCheetah-v4
 Twin:   ppo_continuous_action_lstm_torchcompile.py computes the same, compiled and captured. Read their diff.
 
 Deviations from the papers:
@@ -180,7 +180,10 @@ class Agent(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A network with a memory: (T, n, obs_dim) to (T, n, out_dim), and its memory after the last step."""
+    """A network with a memory: (T, n, obs_dim) to (T, n, out_dim), and its memory after the last step.
+
+    `Agent.forward` has the same layers once more, for two networks side by side: change both.
+    """
 
     def __init__(self, obs_dim: int, out_dim: int, device: torch.device, std: float):
         super().__init__()
@@ -504,7 +507,7 @@ if __name__ == "__main__":
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for cuBLAS, read at its first use
         torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
-    torch.set_num_threads(1)  # small networks: 1.06 times the steps/s with one environment, 0.90 with 64
+    torch.set_num_threads(1)  # small networks; EnvPool has threads of its own
     torch.set_float32_matmul_precision(args.matmul_precision)
     torch.manual_seed(args.seed)
 
@@ -539,8 +542,7 @@ if __name__ == "__main__":
     for name, moments in {"obs_moments": obs_moments, "return_moments": return_moments}.items():
         state[name] = nn.ParameterDict({key: torch.from_numpy(array) for key, array in vars(moments).items()})
     # Columns of a rollout, with a row for each step and one for the last obs, and of the batch made of it.
-    columns = {"obs": obs_dim, "actions": action_dim, "rewards": 1, "terminated": 1, "valid": 1}
-    columns |= {"keep": 1}
+    columns = {"obs": obs_dim, "actions": action_dim, "rewards": 1, "terminated": 1, "valid": 1, "keep": 1}
     batch_columns = {"obs": obs_dim, "actions": action_dim, "log_prob": 1, "advantages": 1, "targets": 1}
     batch_columns |= {"values": 1, "valid": 1, "keep": 1}
     rollout = torch.zeros(args.num_steps + 1, args.num_envs, sum(columns.values()))
@@ -605,7 +607,7 @@ if __name__ == "__main__":
         with torch.no_grad():
             rows = split(buffer, columns)
             mean, log_std, values, new_memory = agent(rows["obs"][:-1], rows["keep"][:-1], first_memory)
-            memory.copy_(new_memory)
+            memory.copy_(new_memory)  # the policy's is there already, up to rounding
             *_, last_values, _ = agent(rows["obs"][-1:], rows["keep"][-1:], memory)
             log_prob = normal_log_prob(rows["actions"][:-1], mean, log_std)
             values = torch.cat([values, last_values])

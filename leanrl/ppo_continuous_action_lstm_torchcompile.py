@@ -13,8 +13,7 @@
 Papers: Schulman et al., "Proximal Policy Optimization Algorithms", arXiv:1707.06347 (2017); Huang et al.,
         "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog Track (2022).
         Hochreiter and Schmidhuber, "Long Short-Term Memory", Neural Computation 9 (1997).
-Run:    python ppo_continuous_action_lstm_torchcompile.py --env-backend envpool --env-id CheetahRun-v1
-        --obs-keys position --compile --cudagraphs
+Run:    python ppo_continuous_action_lstm_torchcompile.py --env-id HalfCheetah-v4 --compile --cudagraphs
 Twin:   ppo_continuous_action_lstm.py, eager, computes the same, up to rounding. Read their diff.
 Tags, at each place that differs; docs/tricks.md has a chapter on each:
 - [fast: one graph] policy, preparation of the batch, gradient step: each is compiled without a break;
@@ -198,7 +197,10 @@ class Agent(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A network with a memory: (T, n, obs_dim) to (T, n, out_dim), and its memory after the last step."""
+    """A network with a memory: (T, n, obs_dim) to (T, n, out_dim), and its memory after the last step.
+
+    `Agent.forward` has the same layers once more, for two networks side by side: change both.
+    """
 
     def __init__(self, obs_dim: int, out_dim: int, device: torch.device, std: float):
         super().__init__()
@@ -276,7 +278,7 @@ class RunningMoments:
         return ((rows - self.mean) / self.std()).clip(-10, 10)
 
 
-# [fast: recurrence as one operation] Step by step it would compile for minutes; docs/log.md has the times.
+# [fast: recurrence as one operation] Step by step it compiles for minutes; docs/log.md has the times.
 @torch.library.custom_op("leanrl::lstm", mutates_args=())
 def lstm(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden and cell states, (T, n, h), and the gates, (T, n, 4h): Greff et al., arXiv:1503.04069, II-A."""
@@ -349,7 +351,7 @@ def recurrence(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> t
     return hiddens, torch.cat([hiddens[-1], cells[-1]], dim=-1)
 
 
-# [fast: flat] Adam and clipping are few operations each. Measured: 383, not 510 us a gradient step.
+# [fast: flat] Adam and the clipping of gradients are few operations each.
 class Flat(nn.Module):
     """A network that computes with one flat tensor, `params`, of which its own parameters become views."""
 
@@ -684,7 +686,7 @@ if __name__ == "__main__":
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for cuBLAS, read at its first use
         torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
-    torch.set_num_threads(1)  # small networks: 1.06 times the steps/s with one environment, 0.90 with 64
+    torch.set_num_threads(1)  # small networks; EnvPool has threads of its own
     torch.set_float32_matmul_precision(args.matmul_precision)
     torch.manual_seed(args.seed)
 
@@ -721,8 +723,7 @@ if __name__ == "__main__":
     for name, moments in {"obs_moments": obs_moments, "return_moments": return_moments}.items():
         state[name] = nn.ParameterDict({key: torch.from_numpy(array) for key, array in vars(moments).items()})
     # Columns of a rollout, with a row for each step and one for the last obs, and of the batch made of it.
-    columns = {"obs": obs_dim, "actions": action_dim, "rewards": 1, "terminated": 1, "valid": 1}
-    columns |= {"keep": 1}
+    columns = {"obs": obs_dim, "actions": action_dim, "rewards": 1, "terminated": 1, "valid": 1, "keep": 1}
     batch_columns = {"obs": obs_dim, "actions": action_dim, "log_prob": 1, "advantages": 1, "targets": 1}
     batch_columns |= {"values": 1, "valid": 1, "keep": 1}
     rollout = torch.zeros(args.num_steps + 1, args.num_envs, sum(columns.values()))
@@ -793,7 +794,7 @@ if __name__ == "__main__":
         with torch.no_grad():
             rows = split(buffer, columns)
             mean, log_std, values, new_memory = agent(rows["obs"][:-1], rows["keep"][:-1], first_memory)
-            memory.copy_(new_memory)
+            memory.copy_(new_memory)  # the policy's is there already, up to rounding
             *_, last_values, _ = agent(rows["obs"][-1:], rows["keep"][-1:], memory)
             log_prob = normal_log_prob(rows["actions"][:-1], mean, log_std)
             values = torch.cat([values, last_values])

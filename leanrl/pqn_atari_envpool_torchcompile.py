@@ -186,10 +186,10 @@ class QNetwork(nn.Module):
 
 
 class Norm(nn.LayerNorm):
-    """Layer normalisation of all features of (batch, channels, height, width), whose channels come last.
+    """Layer normalisation of all features of (batch, channels, height, width), in memory with channels last.
 
-    So do those of its weights, (height, width, channels): weights in another order than the features make a
-    compiled gradient step of 256 frames take 451 ms in place of 328 on a core, most of it their gradient.
+    In that order are its weights, (height, width, channels), too: in the other one a compiled gradient step
+    of 256 frames takes a core 451 ms in place of 328, most of it for their gradient.
     """
 
     def forward(self, features: Tensor) -> Tensor:

@@ -326,7 +326,7 @@ def assert_episodes_are_counted(result: dict, steps: Iterable[Iterable]) -> None
 
 
 def empty_memory(agent: nn.Module, num_envs: int) -> Tensor:
-    """That of an agent of an LSTM, (num_envs, width), or of two, (2, num_envs, width)."""
+    """The empty memory of an agent: of an LSTM, (num_envs, width), or of two, (2, num_envs, width)."""
     widths = [module.memory_dim for module in agent.modules() if hasattr(module, "memory_dim")]
     return torch.zeros(*([2] if len(widths) == 2 else []), num_envs, widths[0])
 

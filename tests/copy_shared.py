@@ -6,11 +6,11 @@ From leanrl/sac_continuous_action.py the section Run goes to all scripts, of ENV
 have, and PASSAGES of its body to all but those of many agents, which also have a `parse_args` of their own.
 Arguments, Environment and Networks go from each eager script to its twin, which keeps its flags and, below
 its first `# [fast`, what it adds, and functions that it has in place of those of the eager script. Adam and
-Compiled go from SAC's twin to those twins and scripts of many agents that have them, RAdam from PQN's twin to
-that for Atari; Flat goes to the twins that hold several networks, from DQN's twin to those that hold one, and
-from that of PPO for Atari to those for Atari. The LSTM and its recurrence go from PPO for Atari to continuous
-PPO. The version in CITATION.cff goes to the first line of each file. tests/test_twins.py checks that all of
-this is equal.
+Compiled go from SAC's twin to those twins and scripts of many agents that have them, RAdam from PQN's twin
+to that for Atari; Flat goes to the twins that hold several networks, from DQN's twin to those that hold
+one, and from that of PPO for Atari to those for Atari. The LSTM and its recurrence go from PPO with an LSTM
+for Atari to that for continuous actions. The version in CITATION.cff goes to the first line of each file.
+tests/test_twins.py checks that all of this is equal.
 """
 
 import re

@@ -75,6 +75,15 @@ def test_agent_sees_frames_between_0_and_1(script):
     torch.testing.assert_close(agent(obs, *recall)[:2], (agent.actor(hidden), agent.critic(hidden)))
 
 
+@each_script("Recurrent")
+def test_networks_with_a_memory_say_the_same_side_by_side_and_alone(script):
+    agent = network_of(script)
+    obs, keep, memory = torch.randn(7, 2, 5), torch.rand(7, 2, 1).round(), empty_memory(agent, 2).normal_()
+    mean, _, values, left = agent(obs, keep, memory)
+    alone = agent.actor_mean(obs, keep, memory[0]), agent.critic(obs, keep, memory[1])
+    torch.testing.assert_close(((mean, left[0]), (values, left[1])), alone)
+
+
 @each_script("QNetwork", of=PQN)
 def test_action_values_are_of_layers_each_normalised_but_the_last(script):
     network, obs = network_of(script), torch.randn(9, 5)
@@ -139,10 +148,12 @@ def test_lstm_and_its_gradients_are_those_of_torch_with_a_memory_that_ends(name)
     torch.testing.assert_close(gradients, by_hand, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in MEMORY if name in TWINS])
-def test_the_operation_of_a_recurrence_is_what_it_tells_the_compiler(name):
-    script, steps, memory, weight = load(name), torch.randn(4, 3, 20), torch.randn(3, 10), torch.randn(20, 5)
-    keep, cells = torch.rand(4, 3, 1).round(), torch.randn(4, 3, 5)
+@pytest.mark.parametrize("side_by_side", [(), (2,)], ids=str)
+def test_the_operation_of_a_recurrence_is_what_it_tells_the_compiler(side_by_side):
+    """Of one twin, for all that have it have it to the letter."""
+    script, two = load(next(name for name in MEMORY if name in TWINS)), side_by_side
+    steps, memory, weight = torch.randn(4, *two, 3, 20), torch.randn(*two, 3, 10), torch.randn(*two, 20, 5)
+    keep, cells = torch.rand(4, *(1 for _ in two), 3, 1).round(), torch.randn(4, *two, 3, 5)
     saved = [keep, memory, weight, cells, cells, steps.sigmoid()]
     torch.library.opcheck(script["lstm_backward"], ([cells, cells], saved))
     inputs = [tensor.requires_grad_() for tensor in (steps, memory, weight)]
@@ -260,7 +271,7 @@ def test_networks_and_their_flat_one_have_the_same_memory(name, kind):
     if name in MEMORY:
         steps = (7, 2, 84, 84, 1) if name in ATARI else (7, 2, 5)
         obs = torch.randint(256, steps, dtype=torch.uint8) if name in ATARI else torch.randn(steps)
-        inputs = [obs, torch.rand(7, 2, 1).round(), empty_memory(make(), 2).normal_()]
+        inputs = [obs, torch.rand(7, 2, 1).round(), empty_memory(networks[0], 2).normal_()]
     plain, fixed = copy.deepcopy(networks), [net.requires_grad_(False) for net in copy.deepcopy(networks)]
     flat, target = script["Flat"](*networks), script["Flat"](*fixed)
     params = [(key, param) for network in networks for key, param in network.named_parameters()]

@@ -300,6 +300,7 @@ def taken(known: dict[str, Tensor], indices: Tensor) -> dict[str, Tensor]:
         return {key: rows[indices] for key, rows in known.items()}
     part = dict(known)
     memory = part.pop("first_memory")
+    # Of two LSTMs environments are its second dimension.
     by_env = {"first_memory": memory[:, indices] if memory.dim() == 3 else memory[indices]}
     return {key: rows[:, indices] for key, rows in part.items()} | by_env
 

@@ -107,6 +107,8 @@ def main() -> None:
     options = OPTIONS[algorithm, entry.actions] | {name: value for name, value in given.items() if value}
     if algorithm == "DQN":  # train_freq counts steps of all environments at once
         options["gradient_steps"] = num_envs
+    if args.width and algorithm == "RecurrentPPO":
+        parser.error("--width is not for RecurrentPPO")
     if args.width:
         others = options["policy_kwargs"]["net_arch"][1:] if algorithm == "DQN" else [args.width]
         layers = [args.width, *others]
