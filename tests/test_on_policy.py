@@ -1,7 +1,7 @@
 """PPO and PQN on environments and batches of which everything is known, with NEXT_STEP autoreset."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from unittest.mock import patch
 
@@ -114,9 +114,9 @@ def flat(*outputs: Tensor) -> list[Tensor]:
     return [part.flatten(0, 1) if part.dim() == 3 else part for part in outputs]
 
 
-def evaluate(agent: Callable, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Distribution]:
-    """Log-probabilities of actions and values, (batch,), that an agent gives for obs, and its policy."""
-    outputs, *log_std, values = agent(obs)
+def evaluate(said: Sequence[Tensor], actions: Tensor) -> tuple[Tensor, Tensor, Distribution]:
+    """Log-probabilities of actions and values, (batch,), by what an agent said of a batch, and its policy."""
+    outputs, *log_std, values = said
     policy = Normal(outputs, log_std[0].exp()) if log_std else Categorical(logits=outputs)
     actions = actions if log_std else actions.flatten()
     return policy.log_prob(actions).view(len(values), -1).sum(1), values[:, 0], policy
@@ -167,9 +167,9 @@ def test_the_batch_is_what_happened_and_dummy_steps_count_nowhere(name, case):
             both = state["q_network"](obs).max(dim=1)
         elif name in MEMORY:  # all since the first step, of which a rollout begins with what is left
             outputs = flat(*(part[-num_steps - 1 :] for part in recalled(state["agent"], seen, whole)))
-            both = evaluate(lambda _: outputs, obs, actions.flatten(0, 1))[1::-1]
+            both = evaluate(outputs, actions.flatten(0, 1))[1::-1]
         else:
-            both = evaluate(state["agent"], obs, actions.flatten(0, 1))[1::-1]
+            both = evaluate(state["agent"](obs), actions.flatten(0, 1))[1::-1]
     values, log_prob = (part.view(valid.shape).numpy() for part in both)
     advantages, valid = plain_gae(steps, values), valid[:-1]
     targets = values[:-1] + advantages if name in PPO else plain_returns(steps, values)
@@ -309,10 +309,10 @@ def predictions(agent: Callable, rows: dict[str, Tensor]) -> tuple[Tensor, Tenso
     """What `evaluate` gives, for all rows in turn."""
     actions = rows["actions"].flatten(0, -2)
     if "first_memory" not in rows:
-        return evaluate(agent, rows["obs"], actions)
+        return evaluate(agent(rows["obs"]), actions)
 
     *outputs, _ = agent(rows["obs"], rows["keep"], rows["first_memory"])
-    return evaluate(lambda _: flat(*outputs), rows["obs"], actions)
+    return evaluate(flat(*outputs), actions)
 
 
 def losses_by_hand(agent: Callable, result: dict, indices: Tensor) -> dict[str, Tensor]:
