@@ -39,9 +39,8 @@ WHOLE = ("--num-envs", 16, "--num-steps", 16, "--num-minibatches", 4)  # environ
 # A cue is a shade: the mean of a frame in place of convolutions.
 POOLED = "nn.Sequential(nn.AvgPool2d(84), nn.Flatten(), nn.Linear(1, 512), nn.ReLU())"
 POOLED = f"self.network = {POOLED} or nn.Sequential("
-# The eager scripts with a memory learn a cue.
-BALANCE = [name for name in NOT_ATARI if name not in MEMORY]
-BALANCE += [*(f"{name}_torchcompile" for name in NOT_ATARI), *SEEDS]
+BALANCE = [name for name in NOT_ATARI if name not in MEMORY]  # which learn a cue
+BALANCE += [*(f"{name}_torchcompile" for name in BALANCE), *SEEDS]
 # Values near those that there are.
 SUPPORT = ("--v-min", -2, "--v-max", 3)
 
