@@ -172,8 +172,8 @@ class QNetwork(nn.Module):
 class Norm(nn.LayerNorm):
     """Layer normalisation of all features of (batch, channels, height, width), in memory with channels last.
 
-    In that order are its weights, (height, width, channels), too: in the other one a compiled gradient step
-    of 256 frames takes a core 451 ms in place of 328, most of it for their gradient.
+    In that order are its weights, (height, width, channels), too: else eager code copies features to the
+    other order and back, and compiled code takes long for the weights' gradient (docs/log.md has the times).
     """
 
     def forward(self, features: Tensor) -> Tensor:

@@ -35,11 +35,12 @@ LEARN = {
     (True, "continuous"): (20_000, 3e-3, *ROLLOUTS, "--num-envs", 1),
     (True, "discrete"): (20_000, 3e-3, *ROLLOUTS, "--num-envs", 1),
 }
-WHOLE = ("--num-envs", 16, "--num-steps", 16, "--num-minibatches", 4)  # environments in a minibatch
+# Of a script with a memory a minibatch is whole environments.
+WHOLE = ("--num-envs", 16, "--num-steps", 16, "--num-minibatches", 4, "--update-epochs", 5)
 # A cue is a shade: the mean of a frame in place of convolutions.
 POOLED = "nn.Sequential(nn.AvgPool2d(84), nn.Flatten(), nn.Linear(1, 512), nn.ReLU())"
 POOLED = f"self.network = {POOLED} or nn.Sequential("
-BALANCE = [name for name in NOT_ATARI if name not in MEMORY]  # which learn a cue
+BALANCE = [name for name in NOT_ATARI if name not in MEMORY]  # with a memory they learn a cue instead
 BALANCE += [*(f"{name}_torchcompile" for name in BALANCE), *SEEDS]
 # Values near those that there are.
 SUPPORT = ("--v-min", -2, "--v-max", 3)
@@ -48,7 +49,7 @@ SUPPORT = ("--v-min", -2, "--v-max", 3)
 def learn(name: str) -> tuple[int, list]:
     """The steps of a script to learn to balance, and its arguments."""
     steps, rate, *args = LEARN[algorithm(name).on_policy, algorithm(name).actions]
-    args += WHOLE if name in MEMORY else []
+    args = [*WHOLE] if name in MEMORY else args
     return steps, [*args, *rates(name, rate), *(SUPPORT if takes(name, "v_max") else ())]
 
 

@@ -107,14 +107,14 @@ def main() -> None:
     options = OPTIONS[algorithm, entry.actions] | {name: value for name, value in given.items() if value}
     if algorithm == "DQN":  # train_freq counts steps of all environments at once
         options["gradient_steps"] = num_envs
-    if args.width and algorithm == "RecurrentPPO":
+    recurrent = algorithm == "RecurrentPPO"
+    if args.width and recurrent:
         parser.error("--width is not for RecurrentPPO")
     if args.width:
         others = options["policy_kwargs"]["net_arch"][1:] if algorithm == "DQN" else [args.width]
         layers = [args.width, *others]
         layers = {"pi": layers, "vf": layers} if algorithm == "PPO" else layers
         options["policy_kwargs"] = {"net_arch": layers}
-    recurrent = algorithm == "RecurrentPPO"
     library = importlib.import_module("sb3_contrib" if recurrent else PACKAGES[args.peer])
     env = make_env(entry.actions, args.env_id, args.seed, num_envs)
     policy = "MlpLstmPolicy" if recurrent else "CnnPolicy" if entry.actions == "atari" else "MlpPolicy"
