@@ -237,7 +237,6 @@ def split(rows: Tensor, columns: dict[str, int]) -> dict[str, Tensor]:
 
 
 # [fast: recurrence as one operation] Step by step it compiles for minutes; docs/log.md has the times.
-@torch.library.custom_op("leanrl::lstm", mutates_args=())
 def lstm(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden and cell states, (T, n, h), and the gates, (T, n, 4h): Greff et al., arXiv:1503.04069, II-A."""
     (hidden, cell), gates = memory.chunk(2, dim=-1), gates.clone()
@@ -252,13 +251,11 @@ def lstm(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[T
     return hiddens, cells, gates
 
 
-@lstm.register_fake
-def _(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def lstm_shapes(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     hiddens = gates.new_empty(*gates.shape[:-1], weight.shape[-1])
     return hiddens, torch.empty_like(hiddens), torch.empty_like(gates)
 
 
-@torch.library.custom_op("leanrl::lstm_backward", mutates_args=())
 def lstm_backward(grads: list[Tensor], saved: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by the gates before their nonlinearities, `memory` and `weight` (Greff et al., II-B)."""
     keep, memory, weight, hiddens, cells, gates = saved
@@ -282,14 +279,13 @@ def lstm_backward(grads: list[Tensor], saved: list[Tensor]) -> tuple[Tensor, Ten
     return by_gates, by_memory, torch.einsum("t...ng,t...nh->...gh", by_gates, last_hiddens)
 
 
-@lstm_backward.register_fake
-def _(grads: list[Tensor], saved: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def lstm_backward_shapes(grads: list[Tensor], saved: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     _, memory, weight, _, _, gates = saved
     return torch.empty_like(gates), torch.empty_like(memory), torch.empty_like(weight)
 
 
 def lstm_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    by_gates, by_memory, by_weight = lstm_backward([*grads[:2]], [*ctx.saved_tensors])
+    by_gates, by_memory, by_weight = torch.ops.leanrl.lstm_backward([*grads[:2]], [*ctx.saved_tensors])
     return by_gates, None, by_memory, by_weight
 
 
@@ -297,7 +293,13 @@ def save(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(*inputs[1:], *output)
 
 
-lstm.register_autograd(lstm_gradients, setup_context=save)
+# Once a process: a second copy that registered them anew would free what the first still calls.
+if not hasattr(torch.ops.leanrl, "lstm"):
+    operation = torch.library.custom_op("leanrl::lstm", lstm, mutates_args=())
+    operation.register_fake(lstm_shapes)
+    operation.register_autograd(lstm_gradients, setup_context=save)
+    operation = torch.library.custom_op("leanrl::lstm_backward", lstm_backward, mutates_args=())
+    operation.register_fake(lstm_backward_shapes)
 
 
 def recurrence(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -305,7 +307,8 @@ def recurrence(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> t
 
     Several LSTMs of one size may go side by side: the dimension before n is theirs, in keep of size 1.
     """
-    hiddens, cells, _ = lstm(gates, keep, memory, weight)  # [fast: recurrence as one operation]
+    # [fast: recurrence as one operation]
+    hiddens, cells, _ = torch.ops.leanrl.lstm(gates, keep, memory, weight)
     return hiddens, torch.cat([hiddens[-1], cells[-1]], dim=-1)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import runpy
 from functools import partial
 
 import numpy as np
@@ -12,6 +13,7 @@ from conftest import (
     ATARI,
     DQN,
     EACH_STEP,
+    LEANRL,
     MEMORY,
     ON_POLICY,
     PQN,
@@ -151,13 +153,23 @@ def test_lstm_and_its_gradients_are_those_of_torch_with_a_memory_that_ends(name)
 @pytest.mark.parametrize("side_by_side", [(), (2,)], ids=str)
 def test_the_operation_of_a_recurrence_is_what_it_tells_the_compiler(side_by_side):
     """Of one twin, for all that have it have it to the letter."""
-    script, two = load(next(name for name in MEMORY if name in TWINS)), side_by_side
+    load(next(name for name in MEMORY if name in TWINS))
+    two, operations = side_by_side, torch.ops.leanrl
     steps, memory, weight = torch.randn(4, *two, 3, 20), torch.randn(*two, 3, 10), torch.randn(*two, 20, 5)
     keep, cells = torch.rand(4, *(1 for _ in two), 3, 1).round(), torch.randn(4, *two, 3, 5)
     saved = [keep, memory, weight, cells, cells, steps.sigmoid()]
-    torch.library.opcheck(script["lstm_backward"], ([cells, cells], saved))
+    torch.library.opcheck(operations.lstm_backward.default, ([cells, cells], saved))
     inputs = [tensor.requires_grad_() for tensor in (steps, memory, weight)]
-    torch.library.opcheck(script["lstm"], (steps, keep, *inputs[1:]))
+    torch.library.opcheck(operations.lstm.default, (steps, keep, *inputs[1:]))
+
+
+def test_a_second_copy_leaves_the_operation_of_the_first():
+    """Whoever called the first one's would crash, if it had been registered anew."""
+    operations = []
+    for name in [name for name in MEMORY if name in TWINS] * 2:
+        runpy.run_path(str(LEANRL / f"{name}.py"))
+        operations.append((torch.ops.leanrl.lstm.default, torch.ops.leanrl.lstm_backward.default))
+    assert len({*operations}) == 1
 
 
 # ---- Actions and moments -----------------------------------------------------------------------------------
