@@ -196,8 +196,11 @@ class LSTM(nn.Module):
         memory: hidden and cell state before the first step, (n, 2 * hidden_dim); after the last one it is
         returned, too. keep: (T, n, 1), 0 where a step is the first of an episode, else 1.
         """
-        gates = self.input(x)  # one product for all steps
-        return recurrence(gates, keep, memory, self.recurrent.weight)
+        return recurrence(x, keep, memory, *self.weights())
+
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of the inputs, (4 * hidden_dim, input_dim), of the hidden state, and the bias."""
+        return self.input.weight, self.recurrent.weight, self.input.bias
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
@@ -219,19 +222,49 @@ def split(rows: Tensor, columns: dict[str, int]) -> dict[str, Tensor]:
     return dict(zip(columns, rows.split([*columns.values()], dim=-1), strict=True))
 
 
-def recurrence(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states, (T, n, h), and last memory, (n, 2h), by the inputs' share of the gates, (T, n, 4h).
+def with_resets(x: Tensor, keep: Tensor, hidden_dim: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Of the steps x, (T, n, i), sequences that empty a memory by themselves, for one call of PyTorch's LSTM.
 
-    Several LSTMs of one size may go side by side: the dimension before n is theirs, in keep of size 1.
+    Before the first step of an episode comes one that only empties the memory. Steps at the end, that only
+    hold the cell state, make the sequences equally long: (L, n, i + 2), with a column that marks each kind.
+    Returns the weights of these columns, too, (4 * hidden_dim, 2), by which gates are 0 or 1 to the bit, and
+    where in the sequences the steps of x are.
     """
-    hiddens = []
-    for inputs, kept in zip(gates, keep, strict=True):
-        hidden, cell = (memory * kept).chunk(2, dim=-1)
-        i, f, g, o = (inputs + hidden @ weight.mT).chunk(4, dim=-1)  # the equations of `nn.LSTM`
-        cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
-        hiddens.append(o.sigmoid() * cell.tanh())
-        memory = torch.cat([hiddens[-1], cell], dim=-1)
-    return torch.stack(hiddens), memory
+    first, (steps, n, _) = keep[..., 0] == 0, x.shape
+    places = torch.arange(steps, device=x.device)[:, None] + first.cumsum(dim=0)
+    # On a CPU as long as needed. To ask a GPU for that would be to wait for it.
+    length = int(places.max()) + 1 if x.device.type == "cpu" else 2 * steps
+    hold = torch.arange(length, device=x.device)[:, None] > places[-1]
+    places = places, torch.arange(n, device=x.device).expand(steps, n)
+    reset = torch.ones_like(hold).index_put(places, torch.zeros_like(first)) & ~hold
+    longer = x.new_zeros(length, *x.shape[1:]).index_put(places, x)
+    longer = torch.cat([longer, torch.stack([reset, hold], dim=-1)], dim=-1)
+    # Input gate, forget gate, what is given to the cell, output gate.
+    closed, zeros = x.new_full((hidden_dim, 1), -1e4), x.new_zeros(2 * hidden_dim, 1)
+    weights = [torch.cat([closed, closed, zeros]), torch.cat([closed, -closed, zeros])]
+    return longer, torch.cat(weights, dim=1), places
+
+
+def recurrence(
+    x: Tensor, keep: Tensor, memory: Tensor, by_input: Tensor, by_hidden: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Hidden states, (T, n, h), and last memory, (n, 2h), by the weights of `LSTM`.
+
+    Several LSTMs of one size may go side by side: the dimension before n is theirs, of weights the first.
+    """
+    if memory.dim() > 2:
+        each = zip(x.unbind(dim=1), memory, by_input, by_hidden, bias, strict=True)
+        hiddens, memories = zip(*(recurrence(own, keep, *more) for own, *more in each), strict=True)
+        return torch.stack(hiddens, dim=1), torch.stack(memories)
+    state, places = [part[None].contiguous() for part in (memory * keep[0]).chunk(2, dim=-1)], slice(None)
+    if len(x) > 1:
+        x, closed, places = with_resets(x, keep, by_hidden.shape[1])
+        by_input = torch.cat([by_input, closed], dim=1)
+    weights = [by_input, by_hidden, bias, torch.zeros_like(bias)]
+    # As nn.LSTM calls it: with biases, one layer, no dropout, training, one direction, steps come first.
+    hiddens, _, cell = torch.lstm(x, state, weights, True, 1, 0.0, True, False, False)
+    hiddens = hiddens[places]
+    return hiddens, torch.cat([hiddens[-1], cell[0]], dim=-1)
 
 
 # ---- Run: command line, checkpoints, signals, evaluation, vectors of environments --------------------------

@@ -189,9 +189,9 @@ class Agent(nn.Module):
     def forward(self, obs: Tensor, keep: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # Acting takes `actor_mean` and `actor_logstd` alone. Here both LSTMs take each step side by side.
         networks = self.actor_mean, self.critic
-        gates = torch.stack([network.lstm.input(network.features(obs)) for network in networks], dim=1)
-        weights = torch.stack([network.lstm.recurrent.weight for network in networks])
-        hidden, memory = recurrence(gates, keep[:, None], memory, weights)
+        x = torch.stack([network.features(obs) for network in networks], dim=1)
+        weights = zip(*(network.lstm.weights() for network in networks), strict=True)
+        hidden, memory = recurrence(x, keep, memory, *map(torch.stack, weights))
         mean, value = self.actor_mean.output(hidden[:, 0]), self.critic.output(hidden[:, 1])
         return mean, self.actor_logstd, value, memory
 
@@ -228,8 +228,11 @@ class LSTM(nn.Module):
         memory: hidden and cell state before the first step, (n, 2 * hidden_dim); after the last one it is
         returned, too. keep: (T, n, 1), 0 where a step is the first of an episode, else 1.
         """
-        gates = self.input(x)  # one product for all steps
-        return recurrence(gates, keep, memory, self.recurrent.weight)
+        return recurrence(x, keep, memory, *self.weights())
+
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of the inputs, (4 * hidden_dim, input_dim), of the hidden state, and the bias."""
+        return self.input.weight, self.recurrent.weight, self.input.bias
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
@@ -278,60 +281,84 @@ class RunningMoments:
         return ((rows - self.mean) / self.std()).clip(-10, 10)
 
 
+def with_resets(x: Tensor, keep: Tensor, hidden_dim: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Of the steps x, (T, n, i), sequences that empty a memory by themselves, for one call of PyTorch's LSTM.
+
+    Before the first step of an episode comes one that only empties the memory. Steps at the end, that only
+    hold the cell state, make the sequences equally long: (L, n, i + 2), with a column that marks each kind.
+    Returns the weights of these columns, too, (4 * hidden_dim, 2), by which gates are 0 or 1 to the bit, and
+    where in the sequences the steps of x are.
+    """
+    first, (steps, n, _) = keep[..., 0] == 0, x.shape
+    places = torch.arange(steps, device=x.device)[:, None] + first.cumsum(dim=0)
+    # On a CPU as long as needed. To ask a GPU for that would be to wait for it.
+    length = int(places.max()) + 1 if x.device.type == "cpu" else 2 * steps
+    hold = torch.arange(length, device=x.device)[:, None] > places[-1]
+    places = places, torch.arange(n, device=x.device).expand(steps, n)
+    reset = torch.ones_like(hold).index_put(places, torch.zeros_like(first)) & ~hold
+    longer = x.new_zeros(length, *x.shape[1:]).index_put(places, x)
+    longer = torch.cat([longer, torch.stack([reset, hold], dim=-1)], dim=-1)
+    # Input gate, forget gate, what is given to the cell, output gate.
+    closed, zeros = x.new_full((hidden_dim, 1), -1e4), x.new_zeros(2 * hidden_dim, 1)
+    weights = [torch.cat([closed, closed, zeros]), torch.cat([closed, -closed, zeros])]
+    return longer, torch.cat(weights, dim=1), places
+
+
 # [fast: recurrence as one operation] Step by step it compiles for minutes; docs/log.md has the times.
-def lstm(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden and cell states, (T, n, h), and the gates, (T, n, 4h): Greff et al., arXiv:1503.04069, II-A."""
-    (hidden, cell), gates = memory.chunk(2, dim=-1), gates.clone()
-    hiddens = gates.new_empty(*gates.shape[:-1], weight.shape[-1])
+def lstm(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> list[Tensor]:
+    """Hidden states, (T, k, n, h), and last cell state, by the inputs' share of the gates, (T, k, n, 4h).
+
+    Of k LSTMs side by side (Greff et al., arXiv:1503.04069, II-A). Also all cell states, and the gates.
+    """
+    (hidden, cell), width = memory.chunk(2, dim=-1), weight.shape[-1]
+    gates = gates.clone(memory_format=torch.contiguous_format)
+    hiddens = gates.new_empty(*gates.shape[:-1], width)
     cells = torch.empty_like(hiddens)
     for t in range(len(gates)):
-        hidden, cell = hidden * keep[t], cell * keep[t]
-        i, f, g, o = gates[t].add_(hidden @ weight.mT).chunk(4, dim=-1)
-        i, f, g, o = i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
-        cell = torch.mul(f, cell, out=cells[t]).addcmul_(i, g)
-        hidden = torch.mul(o, cell.tanh(), out=hiddens[t])
-    return hiddens, cells, gates
+        gate = gates[t].baddbmm_(hidden * keep[t], weight.mT)
+        gate[..., : 2 * width].sigmoid_()
+        i, f, g, o = gate.chunk(4, dim=-1)
+        cell = torch.mul(f, cell * keep[t], out=cells[t]).addcmul_(i, g.tanh_())
+        hidden = torch.mul(o.sigmoid_(), cell.tanh(), out=hiddens[t])
+    return [hiddens, cell.clone(), cells, gates]
 
 
-def lstm_shapes(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def lstm_shapes(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> list[Tensor]:
     hiddens = gates.new_empty(*gates.shape[:-1], weight.shape[-1])
-    return hiddens, torch.empty_like(hiddens), torch.empty_like(gates)
+    return [hiddens, torch.empty_like(hiddens[0]), torch.empty_like(hiddens), gates.new_empty(gates.shape)]
 
 
-def lstm_backward(grads: list[Tensor], saved: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def lstm_backward(grads: list[Tensor], saved: list[Tensor]) -> list[Tensor]:
     """Gradients by the gates before their nonlinearities, `memory` and `weight` (Greff et al., II-B)."""
-    keep, memory, weight, hiddens, cells, gates = saved
+    (by_hiddens, by_cell), (keep, memory, weight, hiddens, _, cells, gates) = grads, saved
     i, f, g, o = gates.chunk(4, dim=-1)
-    before = torch.cat([memory[None], torch.cat([hiddens, cells], dim=-1)[:-1]]) * keep
+    before = torch.cat([memory[None], torch.cat([hiddens, cells], dim=-1)[:-1]]) * keep[:, None]
     last_hiddens, last_cells = before.chunk(2, dim=-1)
     # What does not depend on later steps, for all steps at once.
-    tanh = cells.tanh()
+    tanh, forget = cells.tanh(), f * keep[:, None]
     slopes = [i * (1 - i) * g, f * (1 - f) * last_cells, (1 - g * g) * i, o * (1 - o) * tanh]
-    slopes, by_cell, by_last_cell = torch.stack(slopes, dim=-2), o * (1 - tanh * tanh), f * keep
-    by_gates = torch.empty_like(slopes)
-    grad_hidden = grad_cell = torch.zeros_like(cells[0])
+    slopes, slope = torch.cat(slopes, dim=-1), o * (1 - tanh * tanh)
+    by_gates, by_hidden = torch.empty_like(slopes), by_hiddens[-1]
+    by_earlier = torch.cat([torch.zeros_like(by_hiddens[:1]), by_hiddens[:-1]])
     for t in reversed(range(len(cells))):
-        grad_hidden = grad_hidden + grads[0][t]
-        grad_cell = torch.addcmul(grad_cell + grads[1][t], grad_hidden, by_cell[t])
-        parts = torch.stack([grad_cell, grad_cell, grad_cell, grad_hidden], dim=-2)
-        torch.mul(slopes[t], parts, out=by_gates[t])
-        grad_hidden = by_gates[t].flatten(-2) @ weight * keep[t]
-        grad_cell = grad_cell * by_last_cell[t]
-    by_gates, by_memory = by_gates.flatten(-2), torch.cat([grad_hidden, grad_cell], dim=-1)
-    return by_gates, by_memory, torch.einsum("t...ng,t...nh->...gh", by_gates, last_hiddens)
+        by_cell = torch.addcmul(by_cell, by_hidden, slope[t])
+        parts = torch.cat([by_cell, by_cell, by_cell, by_hidden], dim=-1)
+        by_gate = torch.mul(slopes[t], parts, out=by_gates[t])
+        by_hidden, by_cell = torch.addcmul(by_earlier[t], by_gate @ weight, keep[t]), by_cell * forget[t]
+    by_memory = torch.cat([by_hidden, by_cell], dim=-1)
+    return [by_gates, by_memory, torch.einsum("tkng,tknh->kgh", by_gates, last_hiddens)]
 
 
-def lstm_backward_shapes(grads: list[Tensor], saved: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    _, memory, weight, _, _, gates = saved
-    return torch.empty_like(gates), torch.empty_like(memory), torch.empty_like(weight)
+def lstm_backward_shapes(grads: list[Tensor], saved: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in (saved[-1], *saved[1:3])]
 
 
-def lstm_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+def lstm_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
     by_gates, by_memory, by_weight = torch.ops.leanrl.lstm_backward([*grads[:2]], [*ctx.saved_tensors])
     return by_gates, None, by_memory, by_weight
 
 
-def save(ctx: Any, inputs: tuple, output: tuple) -> None:
+def save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     ctx.save_for_backward(*inputs[1:], *output)
 
 
@@ -344,14 +371,21 @@ if not hasattr(torch.ops.leanrl, "lstm"):
     operation.register_fake(lstm_backward_shapes)
 
 
-def recurrence(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states, (T, n, h), and last memory, (n, 2h), by the inputs' share of the gates, (T, n, 4h).
+def recurrence(
+    x: Tensor, keep: Tensor, memory: Tensor, by_input: Tensor, by_hidden: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Hidden states, (T, n, h), and last memory, (n, 2h), by the weights of `LSTM`.
 
-    Several LSTMs of one size may go side by side: the dimension before n is theirs, in keep of size 1.
+    Several LSTMs of one size may go side by side: the dimension before n is theirs, of weights the first.
     """
+    if memory.dim() == 2:
+        each = (own[None] for own in (memory, by_input, by_hidden, bias))
+        hiddens, memory = recurrence(x[:, None], keep, *each)
+        return hiddens[:, 0], memory[0]
     # [fast: recurrence as one operation]
-    hiddens, cells, _ = torch.ops.leanrl.lstm(gates, keep, memory, weight)
-    return hiddens, torch.cat([hiddens[-1], cells[-1]], dim=-1)
+    gates = torch.einsum("tkni,kgi->tkng", x, by_input) + bias[:, None]
+    hiddens, cell, *_ = torch.ops.leanrl.lstm(gates, keep, memory, by_hidden)
+    return hiddens, torch.cat([hiddens[-1], cell], dim=-1)
 
 
 # [fast: flat] Adam and the clipping of gradients are few operations each.

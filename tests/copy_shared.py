@@ -32,6 +32,12 @@ PASSAGES = {
 # What not all scripts have of the section Run, by their titles.
 ENVIRONMENTS = ("def make(", "def film(", "class Envs(", "class Pool(", "class SameStep(")
 
+# What Adam has in addition where several processes share a gradient.
+AFTER_GRADIENT = "(grad,) = torch.autograd.grad(loss, self.params[0])\n        with torch.no_grad():\n"
+OVER_RANKS = """            dist.all_reduce(grad)  # [ranks: one gradient]
+            grad = grad / dist.get_world_size()
+"""
+
 
 def section(text: str, name: str) -> str:
     """A section of a script above its body, from its rule to the next one or to the body."""
@@ -83,13 +89,17 @@ def shared(name: str, text: str) -> str:
         if name.endswith("_torchcompile"):
             text = text.replace(operation(text), operation(lstm_twin))
         else:
-            text = text.replace(definition(text, "def recurrence("), definition(lstm, "def recurrence("))
-    if name.endswith(("_torchcompile", "_seeds")):
-        sources = {"class Adam(": twin, "class Compiled:": twin, "class RAdam(": pqn}
+            for title in ("def with_resets(", "def recurrence("):
+                text = text.replace(definition(text, title), definition(lstm, title))
+    if name.endswith(("_torchcompile", "_seeds", "_multigpu")):
+        adam = (
+            twin.replace(AFTER_GRADIENT, AFTER_GRADIENT + OVER_RANKS) if name.endswith("_multigpu") else twin
+        )
+        sources = {"class Adam(": adam, "class Compiled:": twin, "class RAdam(": pqn}
         for title, other in sources.items():
             if f"\n{title}" in text:
                 text = text.replace(definition(text, title), definition(other, title))
-    if name.endswith("_seeds"):
+    if name.endswith(("_seeds", "_multigpu")):
         return text
     for first in PASSAGES:
         text = text.replace(passage(text, first), passage(source, first))

@@ -150,17 +150,17 @@ def test_lstm_and_its_gradients_are_those_of_torch_with_a_memory_that_ends(name)
     torch.testing.assert_close(gradients, by_hand, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("side_by_side", [(), (2,)], ids=str)
-def test_the_operation_of_a_recurrence_is_what_it_tells_the_compiler(side_by_side):
+@pytest.mark.parametrize("networks", [1, 2])
+def test_the_operation_of_a_recurrence_is_what_it_tells_the_compiler(networks):
     """Of one twin, for all that have it have it to the letter."""
-    load(next(name for name in MEMORY if name in TWINS))
-    two, operations = side_by_side, torch.ops.leanrl
-    steps, memory, weight = torch.randn(4, *two, 3, 20), torch.randn(*two, 3, 10), torch.randn(*two, 20, 5)
-    keep, cells = torch.rand(4, *(1 for _ in two), 3, 1).round(), torch.randn(4, *two, 3, 5)
-    saved = [keep, memory, weight, cells, cells, steps.sigmoid()]
-    torch.library.opcheck(operations.lstm_backward.default, ([cells, cells], saved))
-    inputs = [tensor.requires_grad_() for tensor in (steps, memory, weight)]
-    torch.library.opcheck(operations.lstm.default, (steps, keep, *inputs[1:]))
+    script, operations = load(next(name for name in MEMORY if name in TWINS)), torch.ops.leanrl
+    gates, memory = torch.randn(networks, 4, 3, 20).transpose(0, 1), torch.randn(networks, 3, 10)
+    keep, weight = torch.rand(4, 3, 1).round(), torch.randn(networks, 20, 5)
+    hiddens, cell, cells, gates = script["lstm"](gates, keep, memory, weight)
+    saved = [keep, memory, weight, hiddens, cell, cells, gates]
+    torch.library.opcheck(operations.lstm_backward.default, ([hiddens, cell], saved))
+    inputs = [tensor.requires_grad_() for tensor in (gates, memory, weight)]
+    torch.library.opcheck(operations.lstm.default, (gates, keep, *inputs[1:]))
 
 
 def test_a_second_copy_leaves_the_operation_of_the_first():

