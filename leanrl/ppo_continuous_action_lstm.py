@@ -298,8 +298,10 @@ def recurrence(
         each = zip(x.unbind(dim=1), memory, by_input, by_hidden, bias, strict=True)
         hiddens, memories = zip(*(recurrence(own, keep, *more) for own, *more in each), strict=True)
         return torch.stack(hiddens, dim=1), torch.stack(memories)
-    state, places = [part[None].contiguous() for part in (memory * keep[0]).chunk(2, dim=-1)], slice(None)
-    if len(x) > 1:
+    state = [part[None].contiguous() for part in (memory * keep[0]).chunk(2, dim=-1)]
+    if len(x) == 1:
+        places = slice(None)
+    else:
         x, closed, places = with_resets(x, keep, by_hidden.shape[1])
         by_input = torch.cat([by_input, closed], dim=1)
     weights = [by_input, by_hidden, bias, torch.zeros_like(bias)]

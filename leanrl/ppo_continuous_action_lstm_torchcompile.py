@@ -281,29 +281,6 @@ class RunningMoments:
         return ((rows - self.mean) / self.std()).clip(-10, 10)
 
 
-def with_resets(x: Tensor, keep: Tensor, hidden_dim: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Of the steps x, (T, n, i), sequences that empty a memory by themselves, for one call of PyTorch's LSTM.
-
-    Before the first step of an episode comes one that only empties the memory. Steps at the end, that only
-    hold the cell state, make the sequences equally long: (L, n, i + 2), with a column that marks each kind.
-    Returns the weights of these columns, too, (4 * hidden_dim, 2), by which gates are 0 or 1 to the bit, and
-    where in the sequences the steps of x are.
-    """
-    first, (steps, n, _) = keep[..., 0] == 0, x.shape
-    places = torch.arange(steps, device=x.device)[:, None] + first.cumsum(dim=0)
-    # On a CPU as long as needed. To ask a GPU for that would be to wait for it.
-    length = int(places.max()) + 1 if x.device.type == "cpu" else 2 * steps
-    hold = torch.arange(length, device=x.device)[:, None] > places[-1]
-    places = places, torch.arange(n, device=x.device).expand(steps, n)
-    reset = torch.ones_like(hold).index_put(places, torch.zeros_like(first)) & ~hold
-    longer = x.new_zeros(length, *x.shape[1:]).index_put(places, x)
-    longer = torch.cat([longer, torch.stack([reset, hold], dim=-1)], dim=-1)
-    # Input gate, forget gate, what is given to the cell, output gate.
-    closed, zeros = x.new_full((hidden_dim, 1), -1e4), x.new_zeros(2 * hidden_dim, 1)
-    weights = [torch.cat([closed, closed, zeros]), torch.cat([closed, -closed, zeros])]
-    return longer, torch.cat(weights, dim=1), places
-
-
 # [fast: recurrence as one operation] Step by step it compiles for minutes; docs/log.md has the times.
 def lstm(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> list[Tensor]:
     """Hidden states, (T, k, n, h), and last cell state, by the inputs' share of the gates, (T, k, n, 4h).

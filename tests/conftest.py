@@ -41,11 +41,12 @@ LEANRL = ROOT / "leanrl"
 SCRIPTS = [*COLLECTION]
 TWINS = [f"{name}_torchcompile" for name in SCRIPTS]
 SEEDS = sorted(path.stem for path in LEANRL.glob("*_seeds.py"))
+MULTIGPU = sorted(path.stem for path in LEANRL.glob("*_multigpu.py"))
 
 
 def algorithm(name: str) -> Algorithm:
-    """What the collection says of the algorithm of a script or twin."""
-    return COLLECTION[name.removesuffix("_torchcompile").removesuffix("_seeds")]
+    """What the collection says of the algorithm of a script or a sibling."""
+    return COLLECTION[re.sub("_(torchcompile|seeds|multigpu)$", "", name)]
 
 
 @cache
@@ -155,7 +156,7 @@ def world(name: str, kind: str) -> tuple[str, str]:
 
 def scripted_world(name: str) -> tuple[str, str]:
     """The argument for a script's scripted world; Atari's needs ScriptedGames in place of EnvPool, too."""
-    return ("--env-id", "Breakout-v5") if name in ATARI else world(name, "Scripted")
+    return ("--env-id", "Breakout-v5") if algorithm(name).actions == "atari" else world(name, "Scripted")
 
 
 def play(name: str, *args, **options) -> dict:

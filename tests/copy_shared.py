@@ -5,7 +5,8 @@
 From leanrl/sac_continuous_action.py the section Run goes to all scripts, of ENVIRONMENTS in it what they
 have, and PASSAGES of its body to all but those of many agents, which also have a `parse_args` of their own.
 Arguments, Environment and Networks go from each eager script to its twin, which keeps its flags and, below
-its first `# [fast`, what it adds, and functions that it has in place of those of the eager script. Adam and
+its first `# [fast`, what it adds, and functions that it has in place of those of the eager script. Of
+Environment and Networks a script for several processes has what its twin has, and more. Adam and
 Compiled go from SAC's twin to those twins and scripts of many agents that have them, RAdam from PQN's twin
 to that for Atari; Flat goes to the twins that hold several networks, from DQN's twin to those that hold
 one, and from that of PPO for Atari to those for Atari. The LSTM and its recurrence go from PPO with an LSTM
@@ -92,13 +93,20 @@ def shared(name: str, text: str) -> str:
             for title in ("def with_resets(", "def recurrence("):
                 text = text.replace(definition(text, title), definition(lstm, title))
     if name.endswith(("_torchcompile", "_seeds", "_multigpu")):
-        adam = (
-            twin.replace(AFTER_GRADIENT, AFTER_GRADIENT + OVER_RANKS) if name.endswith("_multigpu") else twin
-        )
+        assert AFTER_GRADIENT in twin
+        over_ranks = OVER_RANKS if name.endswith("_multigpu") else ""
+        adam = twin.replace(AFTER_GRADIENT, AFTER_GRADIENT + over_ranks)
         sources = {"class Adam(": adam, "class Compiled:": twin, "class RAdam(": pqn}
         for title, other in sources.items():
             if f"\n{title}" in text:
                 text = text.replace(definition(text, title), definition(other, title))
+    if name.endswith("_multigpu"):
+        twin = (LEANRL / f"{name.removesuffix('_multigpu')}_torchcompile.py").read_text()
+        own = ("class Adam(", "def make_envs(") if "envpool" in name else ("class Adam(",)
+        for part in ("Environment", "Networks"):
+            for title in re.findall(r"(?m)^(?:class|def) \w+[(:]", section(twin, part)):
+                if title not in own:
+                    text = text.replace(definition(text, title), definition(twin, title))
     if name.endswith(("_seeds", "_multigpu")):
         return text
     for first in PASSAGES:
@@ -113,6 +121,10 @@ def shared(name: str, text: str) -> str:
         own, same = networks[networks.index("# [fast") :], section(eager, "Networks")
         for title in re.findall(r"(?m)^def \w+\(", own):
             same = same.replace(definition(same, title), "") if f"\n{title}" in same else same
+        for function in re.findall(r"(?m)^def (\w+)\(", same):  # without what only those have called
+            everywhere = text.replace(networks, same + own)
+            if len(re.findall(rf"\b{function}\b", everywhere)) == 1:
+                same = same.replace(definition(same, f"def {function}("), "")
         text = text.replace(networks, same + own)
         flat = definition(text, "class Flat(")
         if "(self, *networks" in flat:

@@ -28,7 +28,8 @@ from benchmark.sweep import process
 
 
 def test_the_collection_has_every_script_and_each_has_its_twin():
-    scripts = {path.stem for path in LEANRL.glob("*.py") if not path.stem.endswith("_seeds")}
+    siblings = ("_seeds", "_multigpu")
+    scripts = {path.stem for path in LEANRL.glob("*.py") if not path.stem.endswith(siblings)}
     assert scripts == {f"{name}{suffix}" for name in COLLECTION for suffix in ("", "_torchcompile")}
 
 

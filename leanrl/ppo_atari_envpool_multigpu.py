@@ -1,0 +1,813 @@
+# LeanRL 0.1.0
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "tensordict>=0.15.3,<0.16",
+#     "torch>=2.11,<2.16", "gymnasium>=1.4,<1.5", "envpool>=1.2.5,<2", "numpy>=2,<3", "tyro>=1,<2",
+#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.16",
+# ]
+# ///
+"""Proximal Policy Optimization (PPO) for Atari games of EnvPool: several processes, each with a GPU.
+
+Papers: Schulman et al., "Proximal Policy Optimization Algorithms", arXiv:1707.06347 (2017); Huang et al.,
+        "The 37 Implementation Details of Proximal Policy Optimization", ICLR Blog Track (2022).
+Run:    torchrun --nproc-per-node 2 ppo_atari_envpool_multigpu.py --num-envs 4 --compile --cudagraphs
+Twin:   ppo_atari_envpool_torchcompile.py, one process. Read their diff.
+Tags, at each place that differs; docs/tricks.md has a chapter on each:
+- [fast: one graph] policy, preparation of the batch, gradient step: each is compiled without a break;
+- [fast: direct calls] compiled code is called without the guards of `torch.compile`, as a graph is;
+- [fast: flat] the parameters of a network are one tensor, and Adam a few operations on it in that graph;
+- [fast: numbers as tensors] a graph would freeze a number that changes;
+- [fast: losses in place] tensors to write to: what a captured function returns is cloned at each call;
+- [fast: graph capture] a CUDA graph launches each of these at once;
+- [fast: warm-up] all is compiled and captured before the first step, on the state, which is then put back;
+- [fast: scan by doubling] advantages take log2(T) operations in place of T;
+- [ranks: a device each] torchrun starts the processes; each, a rank, has a GPU, or a share of the cores;
+- [ranks: own environments] --num-envs is a rank's; seeds and noise are those of one process with all of them;
+- [ranks: one minibatch] it has rows of all ranks, over which advantages are normalised and losses averaged;
+- [ranks: one gradient] the mean over ranks, in the graph: parameters stay equal to the bit;
+- [ranks: one run] rank 0 logs, evaluates and saves; a signal to one ends all after the rollout.
+
+Deviations from the papers:
+- the step that only resets a game, or goes on after a lost life, is no transition and is masked out;
+- a truncated game bootstraps from the value of its final observation.
+"""
+
+import time
+
+START_TIME = time.perf_counter()  # the imports below are part of the start-up
+
+import json
+import math
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, NoReturn
+from unittest.mock import patch
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from filelock import FileLock, Timeout
+from gymnasium.utils.save_video import capped_cubic_video_schedule, save_video
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from tensordict.nn import CudaGraphModule
+from torch import Tensor, nn
+from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+from torch._inductor.output_code import CompiledFxGraph
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+# ---- Arguments ---------------------------------------------------------------------------------------------
+Fraction = Annotated[float, Field(ge=0, le=1)]
+FIXED = ("env_id", "seed", "num_envs")  # --resume may not change these
+
+
+@dataclass
+class Args:
+    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
+    exp_name: str = Path(__file__).stem  # the name of this experiment
+    seed: NonNegativeInt = 1  # seed of the experiment
+    cuda: bool = True  # use a CUDA device if there is one
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA, as cuDNN always
+    torch_deterministic: bool = False  # only deterministic algorithms: a seed repeats its run on a GPU, too
+    track: bool = False  # also send the logs to Weights & Biases
+    wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
+    wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
+    capture_video: bool = False  # record videos of the first environment under runs/<run>/videos
+    save_model: bool = False  # write a checkpoint at the end
+    checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
+    resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
+    evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
+    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; also makes one at the end
+    eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
+    compile: bool = False  # compile the policy, the preparation of the batch and the gradient step
+    cudagraphs: bool = False  # capture the policy, the preparation of the batch and the gradient step
+
+    env_id: str = "Breakout-v5"  # the id of the game: any Atari game of EnvPool
+    total_timesteps: PositiveInt = 10_000_000  # agent steps of all ranks; a rollout beyond them is left out
+    learning_rate: NonNegativeFloat = 2.5e-4  # the learning rate at the start
+    num_envs: PositiveInt = 8  # the number of parallel environments of each rank
+    env_threads: NonNegativeInt = 0  # the number of EnvPool's threads of each rank; 0: its share of the cores
+    num_steps: PositiveInt = 128  # the steps of each environment in a rollout
+    anneal_lr: bool = True  # let the learning rate fall linearly to zero
+    gamma: Fraction = 0.99  # the discount factor
+    gae_lambda: Fraction = 0.95  # lambda of the generalised advantage estimate
+    num_minibatches: PositiveInt = 4  # the number of minibatches that a rollout is divided into
+    update_epochs: PositiveInt = 4  # how often a rollout is learnt from
+    norm_adv: bool = True  # normalise the advantages of each minibatch
+    clip_coef: NonNegativeFloat = 0.1  # the bound on the ratio of probabilities, as a distance from 1
+    clip_vloss: bool = True  # clip the value loss, too
+    ent_coef: NonNegativeFloat = 0.01  # the weight of the entropy
+    vf_coef: NonNegativeFloat = 0.5  # the weight of the value loss
+    max_grad_norm: NonNegativeFloat = 0.5  # the norm that gradients are clipped to
+    target_kl: NonNegativeFloat | None = None  # the KL after an epoch that ends learning from a rollout
+
+
+# ---- Environment -------------------------------------------------------------------------------------------
+class Games(gym.Wrapper):
+    """EnvPool's games, with the returns of whole games in the infos, the first one filmed into `videos`."""
+
+    def __init__(self, games: gym.Env, num_envs: int, videos: Path | None, learning: bool):
+        super().__init__(games)
+        self.learning = learning
+        self.returns, self.lengths, self.valid = np.zeros(num_envs), np.zeros(num_envs, dtype=int), True
+        self.videos, self.frames, self.game = videos, [], 0
+
+    def reset(self, **_) -> tuple:
+        return self.env.reset()  # EnvPool was given the seeds when it made the games
+
+    def step(self, actions: np.ndarray) -> tuple:
+        obs, rewards, terminated, truncated, info = self.env.step(actions)
+        self.returns += info["reward"]  # not clipped
+        self.lengths += self.valid
+        self.valid = ~(terminated | truncated)
+        info["_episode"] = over = (info["terminated"] > 0) | truncated
+        if np.count_nonzero(over):
+            info["episode"] = {"r": self.returns.copy(), "l": self.lengths.copy()}
+            self.returns[over], self.lengths[over] = 0, 0
+        if self.videos and capped_cubic_video_schedule(self.game) and len(self.frames) < 3000:
+            self.frames.append(self.env.render(env_ids=[0])[0])
+        if self.videos and over[0]:
+            save_video(self.frames, str(self.videos), fps=15, episode_index=self.game)
+            self.frames, self.game = [], self.game + 1
+        return obs, rewards, terminated if self.learning else over & ~truncated, truncated, info
+
+
+def make_envs(
+    args: Args, step: int, videos: Path | None = None, learning: bool = True, rank: int = 0
+) -> Games:  # [ranks: own environments]
+    """Build the games, stepped by EnvPool; the step after a lost life or the end of a game is no transition.
+
+    Observations are the last four frames, (num_envs, 4, 84, 84), uint8; if `learning`, rewards are signs.
+    If `learning`, a lost life looks like an end. EnvPool has it end there in evaluation, too: it serves the
+    next ball only then. `step`, where training begins, is part of the seed, so that a run that goes on plays
+    other games.
+    """
+    try:
+        import envpool
+    except ImportError:
+        refuse("the games need the package envpool: requirements/envpool.txt")
+    if envpool.registration.registry.specs.get(args.env_id, ("",))[0] != "envpool.atari":
+        refuse(f"--env-id takes an Atari game of EnvPool, such as Breakout-v5, not {args.env_id}")
+    # Seeds of 31 bits. From one EnvPool would count up: seeds 1 and 2 would share all games but one.
+    own = slice(rank * args.num_envs, (rank + 1) * args.num_envs)  # [ranks: own environments]
+    seeds = np.random.SeedSequence([args.seed, step, not learning]).generate_state(own.stop)[own] >> 1
+    options = {"seed": seeds.tolist(), "num_threads": args.env_threads, "env_type": "gymnasium"}
+    options |= {"num_envs": args.num_envs, "episodic_life": True, "reward_clip": learning}
+    games = envpool.make(args.env_id, render_mode="rgb_array" if videos else None, **options)
+    return Games(games, args.num_envs, videos, learning)
+
+
+# ---- Networks ----------------------------------------------------------------------------------------------
+class Agent(nn.Module):
+    """Policy and value: (batch, 84, 84, 4) of uint8 to logits (batch, actions) and values (batch, 1)."""
+
+    def __init__(self, num_actions: int, device: torch.device):
+        super().__init__()
+        self.network = nn.Sequential(
+            layer_init(nn.Conv2d(4, 32, 8, stride=4, device=device)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(32, 64, 4, stride=2, device=device)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(64, 64, 3, stride=1, device=device)),
+            nn.ReLU(),
+            nn.Flatten(),
+            layer_init(nn.Linear(64 * 7 * 7, 512, device=device)),
+            nn.ReLU(),
+        )
+        self.actor = layer_init(nn.Linear(512, num_actions, device=device), std=0.01)
+        self.critic = layer_init(nn.Linear(512, 1, device=device), std=1.0)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.network(obs.permute(0, 3, 1, 2) / 255.0)
+        return self.actor(hidden), self.critic(hidden)
+
+
+def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
+    """Initialise a layer in place: orthogonal weights with gain `std`, no bias. Returns the layer."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def categorical_log_prob(actions: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of actions and entropies, all three (batch, 1), under logits (batch, actions)."""
+    log_probs = logits.log_softmax(dim=-1)
+    return log_probs.gather(-1, actions), -(log_probs.exp() * log_probs).sum(dim=-1, keepdim=True)
+
+
+def split(rows: Tensor, columns: dict[str, int]) -> dict[str, Tensor]:
+    """Views of rows (..., all widths), one of each column by its name: (..., its width)."""
+    return dict(zip(columns, rows.split([*columns.values()], dim=-1), strict=True))
+
+
+def gathered(own: object) -> list:  # [ranks: one run]
+    """What every rank gives, in their order."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone
+
+
+# [fast: flat] Adam and the clipping of gradients are few operations each.
+def as_shape(part: Tensor, shape: torch.Size) -> Tensor:
+    """A view with this shape of a flat part, of which the channels of a convolution come last."""
+    return part.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if len(shape) == 4 else part.view(shape)
+
+
+class Flat(nn.Module):
+    """A network that computes with one flat tensor, `params`, of which its own parameters become views."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        # Sizes that 16 divides come first and keep the next aligned. A list hides the network from nn.Module.
+        named = sorted(network.named_parameters(), key=lambda item: item[1].numel() % 16 != 0)
+        self.network, self.shapes = [network], {name: param.shape for name, param in named}
+        if any(hasattr(param, "flat") for _, param in named):
+            raise ValueError("a parameter is in another Flat already")
+        flat = torch.cat([(p.movedim(1, -1) if p.dim() == 4 else p).flatten() for _, p in named]).detach()
+        self.frozen = {name for name, param in named if not param.requires_grad}
+        self.params = nn.Parameter(flat, requires_grad=any(param.requires_grad for _, param in named))
+        for (_, param), part in zip(named, flat.split([p.numel() for _, p in named]), strict=True):
+            param.requires_grad_(False).data = as_shape(part, param.shape)
+            param.flat = True
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        parts = self.params.split([shape.numel() for shape in self.shapes.values()])
+        shaped = zip(self.shapes.items(), parts, strict=True)
+        views = {name: as_shape(part, shape) for (name, shape), part in shaped}
+        views |= {name: views[name].detach() for name in self.frozen}
+        return torch.func.functional_call(self.network[0], views, inputs)
+
+
+class Adam(nn.Module):
+    """`torch.optim.AdamW` of one tensor (arXiv:1711.05101), Adam without decay, with the gradient clipped."""
+
+    def __init__(self, params: Tensor, lr: float | Tensor, eps=1e-8, max_norm=math.inf, decay=0.0):
+        super().__init__()
+        self.params, self.lr, self.eps, self.max_norm, self.decay = [params], lr, eps, max_norm, decay
+        self.register_buffer("exp_avg", torch.zeros_like(params))
+        self.register_buffer("exp_avg_sq", torch.zeros_like(params))
+        self.register_buffer("step", torch.zeros((), device=params.device))
+
+    def minimize(self, loss: Tensor) -> None:
+        """Take a step down the gradient of a loss; `backward()` and `step()` would break the graph."""
+        (grad,) = torch.autograd.grad(loss, self.params[0])
+        with torch.no_grad():
+            dist.all_reduce(grad)  # [ranks: one gradient]
+            grad = grad / dist.get_world_size()
+            step, beta1, beta2 = self.step.add_(1), 0.9, 0.999
+            numbers = [(1 - beta2**step).sqrt(), self.lr / (1 - beta1**step)]
+            if self.max_norm < math.inf:
+                numbers += [(self.max_norm / (grad.square().sum().sqrt() + 1e-6)).clamp(max=1)]
+            # Stacked, or a CPU would compute them anew for each few parameters: 25 us for 11,000, not 102.
+            correction, step_size, *clip = torch.stack(numbers).unbind()
+            grad = grad * clip[0] if clip else grad
+            exp_avg = self.exp_avg.lerp_(grad, 1 - beta1)
+            exp_avg_sq = self.exp_avg_sq.lerp_(grad * grad, 1 - beta2)
+            denominator = exp_avg_sq.sqrt() / correction + self.eps
+            if self.decay:
+                self.params[0].mul_(1 - self.lr * self.decay)
+            self.params[0].sub_(exp_avg / denominator * step_size)
+
+
+# [fast: direct calls] Around small networks a call of `torch.compile` takes long; docs/tricks.md times it.
+class Compiled:
+    """A function, compiled without a break, whose code is called directly with the tensors of the first call.
+
+    It takes tensors, returns one or none, and leaves all else in tensors that it writes to. As in a CUDA
+    graph, only values of tensors may change. Some calls look whether that is so, with a RuntimeError if not.
+    """
+
+    def __init__(self, function: Callable):
+        self.guarded = torch.compile(function, fullgraph=True, dynamic=False)
+        self.calls, self.next_look, self.likeness, self.graph, self.inputs = 0, 1, None, None, []
+
+    def __call__(self, *args: Tensor) -> Tensor | None:
+        self.calls += 1
+        likeness = [(arg.dtype, arg.device, arg.shape, arg.stride()) for arg in args]
+        if self.calls == self.next_look or likeness != self.likeness:
+            return self.look(likeness, args)
+        for place, arg in zip(self.places, args, strict=True):
+            self.inputs[place] = arg
+        results = self.graph([*self.inputs])
+        return results[0] if results else None
+
+    def look(self, likeness: list[tuple], args: tuple[Tensor, ...]) -> Tensor | None:
+        """Call it with the guards of `torch.compile`; note Inductor's graph and the tensors that it takes."""
+        self.next_look = self.calls + min(self.calls // 2 + 1, 997)  # odd and even calls, for what alternates
+        call, notes = CompiledFxGraph.__call__, []
+
+        def note(graph: CompiledFxGraph, inputs: list[Tensor]) -> list[Tensor]:
+            ids, tensors = [id(tensor) for tensor in inputs], [tensor.detach() for tensor in inputs]
+            notes.append((graph, ids, tensors, call(graph, inputs)))
+            return notes[-1][-1]
+
+        stance = torch.compiler.set_stance("fail_on_recompile" if self.graph else "default")
+        with stance, patch.object(CompiledFxGraph, "__call__", note):
+            result = self.guarded(*args)
+        if len(notes) != 1:  # another backend: each call is guarded
+            return result
+        [(graph, ids, inputs, results)] = notes
+        if self.graph not in (None, graph) or any(ids.count(id(arg)) != 1 for arg in args):
+            raise RuntimeError("the function was compiled anew, or does not use each of its arguments")
+        self.places = [ids.index(id(arg)) for arg in args]
+        for place, tensor in enumerate(self.inputs):
+            if place not in self.places and tensor.data_ptr() != inputs[place].data_ptr():
+                raise RuntimeError(f"a tensor of shape {[*tensor.shape]} was replaced: write to it in place")
+        if len(results) != (result is not None) or any(tensor.requires_grad for tensor in results):
+            raise TypeError("a compiled function returns one tensor without history, or none")
+        self.graph, self.inputs, self.likeness = graph, inputs, likeness
+        return result
+
+
+# ---- Run: command line, checkpoints, signals, evaluation, vectors of environments --------------------------
+def refuse(message: str) -> NoReturn:
+    """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
+    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def command_line() -> list[str]:
+    """What was typed, with `--flag=False` and `--flag False` as `--no-flag`, and integers as 1e6 in full."""
+    typed, words = [], []
+    for word in sys.argv[1:]:
+        option, equals, value = word.partition("=")
+        typed += [option, value] if equals and option.startswith("--") else [word]
+    for word in typed:
+        kind = Args.__annotations__.get(words[-1][2:].replace("-", "_") if words else "")
+        if kind is bool and word in ("False", "false"):
+            words[-1] = f"--no-{words[-1][2:]}"
+        elif not (kind is bool and word in ("True", "true")):
+            whole = "int" in str(kind) and re.fullmatch(r"\d+\.?\d*[eE]\+?\d+", word) and float(word) % 1 == 0
+            words.append(f"{float(word):.0f}" if whole else word)
+    return words
+
+
+def parse_args() -> tuple[Args, dict]:
+    """The arguments, and the checkpoint that gives --resume its defaults, and --evaluate its environment."""
+    args, checkpoint, saved = tyro.cli(Args, args=command_line()), {}, {}
+    if args.resume and args.evaluate:
+        refuse("--resume and --evaluate exclude each other")
+    if args.resume or args.evaluate:
+        checkpoint = load_checkpoint(args)
+        kept = vars(args).keys() if args.resume else {"env_id", "env_backend", "obs_keys", "actor_hidden_dim"}
+        saved = {name: checkpoint["args"][name] for name in sorted(kept & checkpoint["args"].keys())}
+        args = tyro.cli(Args, args=command_line(), default=Args(**saved))  # again, over these
+    try:
+        TypeAdapter(Args).validate_python(vars(args))
+    except ValidationError as invalid:
+        error = invalid.errors()[0]
+        refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
+    for name, value in saved.items():
+        option, now = f"--{name.replace('_', '-')}", getattr(args, name)
+        if now != value and name in FIXED:
+            refuse(f"{option} has to stay {value}, as in {checkpoint['file']}, got {now}")
+        if now != value and name != "resume":
+            print(f"{option} {now}{' from here on' if args.resume else ''}, it was {value}", file=sys.stderr)
+    return args, checkpoint
+
+
+def read(file: Path) -> dict:
+    """The content of a checkpoint, of which nothing is executed; empty if the file is none."""
+    try:
+        return dict(torch.load(file, map_location="cpu", weights_only=True))
+    except Exception:  # torch.load raises what it likes where a file is none of its own
+        return {}
+
+
+def load_checkpoint(args: Args) -> dict:
+    """Read the checkpoint to resume or evaluate, of a folder the newest."""
+    path = Path(args.resume or args.evaluate)
+    in_folder = path.glob("[0-9]*.pt" if args.resume else "*.pt")  # none if it is a file itself
+    file = max(in_folder, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
+    script = (checkpoint := read(file)).get("script")
+    if not script:
+        refuse(f"{file} is not a checkpoint or a folder with one")
+    if args.resume and (script != Path(__file__).stem or not file.stem.isdecimal()):
+        refuse(f"--resume takes a numbered checkpoint of this script, not {file} of {script}.py")
+    print(f"{'Going on from' if args.resume else 'Evaluating'} {file}", file=sys.stderr)
+    return checkpoint | {"file": file}
+
+
+def save_checkpoint(args: Args, writer: SummaryWriter, name: str, state: dict, progress: dict, **more):
+    """Write a checkpoint into the run's folder, whole or not at all; of numbered ones the newest two stay."""
+    writer.flush()  # so that the curves of a run that is killed have no gap
+    folder, checkpoint = Path(writer.log_dir), {key: item.state_dict() for key, item in state.items()}
+    checkpoint |= {"script": Path(__file__).stem, "args": asdict(args), "progress": progress, **more}
+    torch.save(checkpoint, folder / "checkpoint.new")
+    (folder / "checkpoint.new").replace(folder / name)
+    for outdated in sorted(folder.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-2]:
+        outdated.unlink()
+
+
+def load_states(state: dict, checkpoint: dict) -> None:
+    """Give modules and optimizers their states back; settings of an optimizer are those of the arguments."""
+    for name, item in state.items():
+        settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
+        item.load_state_dict(checkpoint[name] | settings)
+
+
+def stop_on_signals() -> list[int]:
+    """The list to which Ctrl+C and what Slurm sends add their numbers; the same one again ends at once."""
+    received = []
+
+    def note(number: int, _) -> None:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    for name in {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"} & {*dir(signal)}:  # not all on Windows
+        number = getattr(signal, name)
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, note)
+    return received
+
+
+def evaluate(
+    args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]
+) -> tuple[list[float], list[dict]]:
+    """Play whole episodes with a policy from an observation to an action: their returns and last infos.
+
+    The network is in evaluation mode meanwhile, as dropout and batch normalisation ask for.
+    """
+    returns, infos = [], []
+    network.eval()
+    seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10)
+    bar = tqdm(total=len(seeds), desc="evaluation", unit="episode", leave=not args.eval_every, miniters=0)
+    for seed in seeds.tolist():
+        (obs, info), over, steps, score = env.reset(seed=seed), False, 0, 0.0
+        while not over and not stopping:
+            obs, reward, terminated, truncated, info = env.step(policy(obs))
+            over, steps, score = np.any(terminated | truncated), steps + 1, score + np.sum(reward).item()
+            bar.postfix = f"step {steps}, return {score:.1f}"
+            bar.update(0)
+        bar.update(int(over))
+        returns += [score] if over else []
+        infos += [info.get(0, info)] if over else []  # of an environment of EnvPool's that is alone
+    bar.close()
+    env.close()
+    network.train()
+    return returns, infos
+
+
+if __name__ == "__main__":
+    # ---- Setup ---------------------------------------------------------------------------------------------
+    args, checkpoint = parse_args()
+    # [ranks: a device each] What torchrun tells; without it there is one rank, with a store of its own.
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
+        refuse(f"--num-minibatches takes a smaller divisor of {batch_size}, got {args.num_minibatches}")
+    if not args.evaluate and args.total_timesteps < ranks * batch_size:  # [ranks: a device each]
+        refuse(f"--total-timesteps has to hold a rollout of {ranks * batch_size}, got {args.total_timesteps}")
+    if args.resume and checkpoint["ranks"] != ranks:
+        refuse(f"--resume takes as many ranks as before, {checkpoint['ranks']}, got {ranks}")
+    device = torch.device(f"cuda:{local_rank}" if args.cuda and torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and local_ranks > torch.cuda.device_count():
+        refuse(f"{local_ranks} ranks need as many GPUs, there are {torch.cuda.device_count()}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **store)
+    if args.cuda and device.type == "cpu" and rank == 0:
+        print("CUDA is not available: running on the CPU", file=sys.stderr)
+    if args.torch_deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for cuBLAS, read at its first use
+        torch.use_deterministic_algorithms(True)
+    torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    torch.manual_seed(args.seed)
+
+    progress = {"global_step": 0, "updates": 0, "returns": [], "last_eval": 0}
+    progress |= {"best_eval": -math.inf} | (checkpoint["progress"] if args.resume else {})
+    global_step, updates = progress["global_step"], progress["updates"]
+    returns = progress["returns"]  # this very list
+
+    name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
+    name = gathered(name)[0]  # [ranks: one run]
+    folder = checkpoint["file"].parent if args.resume else Path("runs", name)
+    if rank == 0:  # [ranks: one run]
+        folder.mkdir(parents=True, exist_ok=bool(args.resume))
+        try:
+            lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
+        except Timeout:
+            refuse(f"--resume: a run is at work in {folder}")
+        best = folder / "best.pt"
+        if read(best).get("progress", progress)["global_step"] > global_step:
+            best.unlink()  # of steps that are done again
+            progress["best_eval"] = -math.inf
+
+    videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
+    # [ranks: own environments]
+    all_envs, own = ranks * args.num_envs, slice(rank * args.num_envs, (rank + 1) * args.num_envs)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = args.env_threads or min(max(cores // local_ranks, 1), args.num_envs)
+    own_args = replace(args, env_threads=threads)
+    envs = make_envs(own_args, global_step, videos if rank == 0 else None, rank=rank)
+
+    agent = Agent(int(envs.action_space.n), device)
+    flat_agent = Flat(agent)  # [fast: flat]
+    annealed_lr = torch.tensor(args.learning_rate, device=device)  # [fast: numbers as tensors]
+    optimizer = Adam(flat_agent.params, annealed_lr, eps=1e-5, max_norm=args.max_grad_norm)
+    state = {"agent": agent, "optimizer": optimizer}  # what checkpoints hold: add modules and optimizers
+
+    # Columns of a rollout, with a row for each step and one for the last obs, and of the batch made of it.
+    columns = dict.fromkeys(["actions", "log_prob", "values", "rewards", "terminated", "valid"], 1)
+    batch_columns = dict.fromkeys(["actions", "log_prob", "advantages", "targets", "values", "valid"], 1)
+    rollout = torch.zeros(args.num_steps + 1, args.num_envs, len(columns))
+    steps = {name: column.numpy()[:, :, 0] for name, column in split(rollout, columns).items()}
+    # Channels come last: 116 ms a minibatch, not 177.
+    rollout_obs = torch.zeros(args.num_steps + 1, args.num_envs, 84, 84, 4, dtype=torch.uint8, device=device)
+    buffer = torch.zeros_like(rollout, device=device)
+    batch = torch.zeros(batch_size, len(batch_columns), device=device)
+    # [ranks: one minibatch] The last columns of the batch of every rank.
+    shared_columns = dict.fromkeys(["advantages", "targets", "values", "valid"], 1)
+    shared = torch.zeros(ranks, batch_size, len(shared_columns), device=device)
+    names = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
+    names += ["explained_variance"]
+    losses = {name: torch.zeros((), device=device) for name in names}  # [fast: losses in place]
+
+    # ---- Algorithm -----------------------------------------------------------------------------------------
+    def act(obs: Tensor) -> Tensor:
+        """For obs (num_envs, 84, 84, 4): actions, log-probabilities and values as columns, (num_envs, 3)."""
+        with torch.no_grad():
+            logits, values = agent(obs)
+            # [ranks: own environments] Of all ranks' numbers, its own.
+            gumbel = -logits.new_empty(all_envs, logits.shape[1]).exponential_()[own].log()
+            actions = (logits + gumbel).argmax(dim=1, keepdim=True)  # drawn in proportion to exp(logits)
+            log_prob, _ = categorical_log_prob(actions, logits)
+            return torch.cat([actions.float(), log_prob, values], dim=1)
+
+    def best_action(obs: np.ndarray) -> np.ndarray:
+        """The likeliest action, (1,), at obs (1, 4, 84, 84)."""
+        with torch.no_grad():
+            logits, _ = agent(torch.from_numpy(obs).to(device).permute(0, 2, 3, 1).contiguous())
+            return logits.argmax(dim=1).int().cpu().numpy()
+
+    def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
+        """Mean of x over the rows with valid = 1, 0-dim; 0 if there are none."""
+        return (x * valid).sum() / valid.sum().clamp(min=1)
+
+    def gae(rewards: Tensor, values: Tensor, terminated: Tensor, valid: Tensor) -> Tensor:
+        """Generalised advantage estimates, (T, n, 1) (Schulman et al., arXiv:1506.02438, equation 16).
+
+        rewards, terminated: (T, n, 1). values, valid: (T + 1, n, 1), with the last obs. Where a row is not
+        valid its step only reset the game or went on after a lost life: the recursion stops on both sides of
+        it, and a truncated game bootstraps from its observation, the final one.
+        """
+        deltas = rewards + args.gamma * (1 - terminated) * values[1:] - values[:-1]
+        deltas, discounts = valid[:-1] * deltas, args.gamma * args.gae_lambda * valid[:-1] * valid[1:]
+        # [fast: scan by doubling] After k rounds an estimate holds 2^k terms. For 2048 steps 0.2 ms, not 9.
+        advantages, shift = deltas, 1
+        while shift < args.num_steps:
+            later = (0, 0, 0, 0, 0, shift)  # rows of zeros where there are none
+            advantages = advantages + discounts * nn.functional.pad(advantages[shift:], later)
+            discounts = discounts * nn.functional.pad(discounts[shift:], later)
+            shift *= 2
+        return advantages
+
+    def prepare() -> None:
+        """Make of the rollout the batch to learn from: advantages and value targets."""
+        with torch.no_grad():
+            rows = split(buffer, columns)
+            _, last_values = agent(rollout_obs[-1])
+            values = torch.cat([rows["values"][:-1], last_values[None]])
+            advantages = gae(rows["rewards"][:-1], values, rows["terminated"][:-1], rows["valid"])
+            targets = advantages + values[:-1]
+            rows |= {"advantages": advantages, "targets": targets}
+            parts = [rows[name][: args.num_steps] for name in batch_columns]
+            batch.copy_(torch.cat(parts, dim=2).view(batch_size, -1))
+
+    def share() -> None:  # [ranks: one minibatch]
+        """Tell all ranks what each of them has to learn from."""
+        dist.all_gather([*shared], batch[:, -len(shared_columns) :].contiguous())
+        _, targets, values, valid = split(shared, shared_columns).values()
+        error = targets - values
+        unexplained = masked_mean((error - masked_mean(error, valid)).square(), valid)
+        variance = masked_mean((targets - masked_mean(targets, valid)).square(), valid)
+        record(explained_variance=1 - unexplained / variance.clamp(min=1e-8))
+
+    def update(indices: Tensor) -> None:
+        """One gradient step on the rows `indices` of the batch, (minibatch_size,)."""
+        obs = rollout_obs.view(-1, 84, 84, 4).index_select(0, indices)
+        rows = split(batch.index_select(0, indices), batch_columns)
+        advantages, valid = rows["advantages"], rows["valid"]
+        everyone = split(shared.index_select(1, indices), shared_columns)  # [ranks: one minibatch]
+        # Of a rank's own means, so that the mean over ranks is one over all of their rows.
+        weight = ranks * valid.sum() / everyone["valid"].sum().clamp(min=1)
+        if args.norm_adv:
+            # [ranks: one minibatch]
+            centre = masked_mean(everyone["advantages"], everyone["valid"])
+            squares = (everyone["advantages"] - centre).square() * everyone["valid"]
+            variance = squares.sum() / (everyone["valid"].sum() - 1).clamp(min=1)
+            advantages = (advantages - centre) / (variance.sqrt() + 1e-8)
+
+        logits, values = flat_agent(obs)  # [fast: flat]
+        log_prob, entropy = categorical_log_prob(rows["actions"].long(), logits)
+        log_ratio = log_prob - rows["log_prob"]
+        ratio = log_ratio.exp()
+        clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+        policy_losses = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)  # PPO, equation 7
+        policy_loss = weight * masked_mean(policy_losses, valid)  # [ranks: one minibatch]
+        value_errors = (values - rows["targets"]).square()
+        if args.clip_vloss:
+            change = (values - rows["values"]).clamp(-args.clip_coef, args.clip_coef)
+            value_errors = torch.maximum(value_errors, (rows["values"] + change - rows["targets"]).square())
+        value_loss = weight * 0.5 * masked_mean(value_errors, valid)  # [ranks: one minibatch]
+        entropy = weight * masked_mean(entropy, valid)
+        loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss  # PPO, equation 9
+        optimizer.minimize(loss)  # [fast: flat]
+
+        log_ratio, ratio = log_ratio.detach(), ratio.detach()
+        record(policy_loss=policy_loss, value_loss=value_loss, entropy=entropy)
+        # k1 and k3 of Schulman, "Approximating KL Divergence" (2020), and the share of clipped ratios.
+        record(old_approx_kl=weight * masked_mean(-log_ratio, valid))  # [ranks: one minibatch]
+        record(approx_kl=weight * masked_mean(ratio - 1 - log_ratio, valid))
+        record(clipfrac=weight * masked_mean(((ratio - 1).abs() > args.clip_coef).float(), valid))
+
+    def record(**values: Tensor) -> None:
+        """Keep the latest values for the log; nothing waits for the device here."""
+        for name, value in values.items():
+            losses[name].copy_(value.detach())  # [fast: losses in place]
+
+    def mean_losses() -> dict[str, float]:  # [ranks: one minibatch]
+        """The latest losses, over all ranks."""
+        stacked = torch.stack([*losses.values()])
+        dist.all_reduce(stacked)
+        return dict(zip(losses, (stacked / ranks).tolist(), strict=True))  # sync
+
+    def log_losses() -> None:
+        """Write the latest losses; one that is not finite ends the run."""
+        for name, loss in mean_losses().items():
+            if rank == 0:  # [ranks: one run]
+                writer.add_scalar(f"losses/{name}", loss, global_step)
+            if not math.isfinite(loss):
+                error = f"{Path(__file__).name}: error: {name} is {loss} at step {global_step}"
+                sys.exit(error if rank == 0 else 1)  # [ranks: one run]
+
+    # ---- Training ------------------------------------------------------------------------------------------
+    if args.evaluate or args.resume:
+        load_states({"agent": agent} if args.evaluate else state, checkpoint)
+    dist.broadcast(flat_agent.params.detach(), 0)  # [ranks: one gradient] equal on unlike devices, too
+
+    # [fast: one graph] Policy, preparation of the batch, gradient step. On a CPU 1.01 times eager.
+    if args.compile:
+        torch._dynamo.config.trace_autograd_ops = True  # the gradient, too, without a break
+        torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
+        torch._inductor.config.fallback_random = device.type == "cpu"  # as eager, and faster
+        torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes 5 s
+        torch._inductor.config.max_pointwise_cat_inputs = 16  # one GPU kernel joins the gradient's 13 parts
+        act, prepare, update = map(Compiled, (act, prepare, update))
+    # [fast: graph capture] One launch for all kernels of a call.
+    cudagraphs = args.cudagraphs and device.type == "cuda"
+    if cudagraphs:
+        captured = partial(CudaGraphModule, warmup=5, device=device)
+        act, prepare, update = captured(act), captured(prepare), captured(update)
+    elif args.cudagraphs:
+        print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
+    # [fast: warm-up] Compile, warm up and capture before the first step, on the state, and put it back.
+    if (args.compile or cudagraphs) and not args.evaluate:
+        saved = {name: {k: t.clone() for k, t in item.state_dict().items()} for name, item in state.items()}
+        try:
+            for _ in range(6 if cudagraphs else 1):  # captured: four warm up, one records, one replays
+                act(rollout_obs[0])
+                prepare()
+                share()  # [ranks: one minibatch]
+                update(torch.arange(batch_size // args.num_minibatches, device=device))
+        except InductorError as error:  # no C++ compiler, no Python.h, a space in a path
+            if not isinstance(error.inner_exception, CppCompileError | InvalidCxxCompiler):
+                raise
+            refuse(f"--compile: {str(error.inner_exception)[-300:]}")
+        load_states(state, saved)
+
+    sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
+    torch.manual_seed(int(sequence.generate_state(1)[0]))
+    next_obs, _ = envs.reset()
+    rollout_obs[-1].copy_(torch.from_numpy(next_obs).permute(0, 2, 3, 1))  # a rollout begins with it
+    steps["valid"][-1], valid = 1, np.ones(args.num_envs, dtype=bool)
+
+    if args.track and rank == 0:  # [ranks: one run]
+        import wandb
+
+        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
+        run |= {"id": folder.name[-64:], "name": folder.name, "resume": "allow", "save_code": True}
+        wandb.init(**run, sync_tensorboard=True)
+    if rank == 0:
+        # Entries that are later than the checkpoint go.
+        writer = SummaryWriter(str(folder), purge_step=global_step + 1 if args.resume else None)
+        table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
+        writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
+
+    last = bool(args.evaluate) or global_step + ranks * batch_size > args.total_timesteps
+    silent = last or rank > 0  # [ranks: one run]
+    bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=silent)
+    stopping = stop_on_signals()
+    saved_step = global_step
+    eval_every, checkpoint_every = args.eval_every or math.inf, args.checkpoint_every or math.inf  # never
+    startup_seconds = time.perf_counter() - START_TIME
+    sps, sps_step, sps_time = None, global_step, time.perf_counter()
+    with closing(envs), writer if rank == 0 else nullcontext(), bar:  # [ranks: one run]
+        while not last:
+            remaining = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
+            annealed_lr.fill_(args.learning_rate * remaining)  # [fast: numbers as tensors]
+            rollout_obs[0].copy_(rollout_obs[-1])
+            steps["valid"][0] = steps["valid"][-1]
+            agent_steps, ended = 0, []  # [ranks: one run]
+            for step in range(args.num_steps):
+                rollout[step, :, :3] = act(rollout_obs[step])  # sync; the first three columns
+                actions = rollout[step, :, 0].int().numpy()
+                next_obs, rewards, terminated, truncated, infos = envs.step(actions)
+                frames = torch.from_numpy(next_obs).to(device, non_blocking=True)
+                rollout_obs[step + 1].copy_(frames.permute(0, 2, 3, 1))
+                steps["rewards"][step], steps["terminated"][step] = rewards, terminated
+                agent_steps += int(np.count_nonzero(valid))  # [ranks: one run]
+                for index in np.flatnonzero(infos["_episode"]):
+                    # [ranks: one run]
+                    at, episode = global_step + ranks * agent_steps, infos["episode"]
+                    ended.append((at, float(episode["r"][index]), int(episode["l"][index])))
+                steps["valid"][step + 1] = valid = ~(terminated | truncated)  # else the next only goes on
+
+            # [ranks: one run] What all of them have seen.
+            steps_of, ended_of = zip(*gathered((agent_steps, ended)), strict=True)
+            global_step += sum(steps_of)
+            for step, score, length in sorted(chain(*ended_of), key=lambda episode: episode[0]):
+                returns.append(score)
+                step = min(step, global_step)
+                if rank == 0:
+                    writer.add_scalar("charts/episodic_return", score, step)
+                    writer.add_scalar("charts/episodic_length", length, step)
+            buffer.copy_(rollout, non_blocking=True)  # the log waits for it before the rollout changes
+            prepare()
+            share()  # [ranks: one minibatch]
+            for _ in range(args.update_epochs):
+                for indices in torch.randperm(batch_size, device=device).chunk(args.num_minibatches):
+                    update(indices)
+                    updates += 1
+                # [ranks: one minibatch] sync, once an epoch: the mean over ranks
+                if args.target_kl is not None and mean_losses()["approx_kl"] > args.target_kl:
+                    break
+            log_losses()
+            sps = (global_step - sps_step) / (time.perf_counter() - sps_time)
+            if rank == 0:  # [ranks: one run]
+                writer.add_scalar("charts/SPS", sps, global_step)
+                writer.add_scalar("charts/learning_rate", args.learning_rate * remaining, global_step)
+            bar.postfix = f"SPS {sps:.0f}, return {np.mean(returns[-10:]) if returns else math.nan:.1f}"
+            bar.update(global_step - bar.n)
+            progress |= {"global_step": global_step, "updates": updates}
+            signals = [*chain(*gathered(stopping[:1]))]  # [ranks: one run] of one rank, they end all
+            stopping += signals
+            last = bool(signals) or global_step + ranks * batch_size > args.total_timesteps
+            if rank == 0 and global_step // eval_every > progress["last_eval"] // eval_every:
+                pause = time.perf_counter()
+                game = make_envs(replace(args, num_envs=1), 0, learning=False)
+                scores, _ = evaluate(args, game, agent, best_action, stopping)
+                if not stopping:
+                    progress["last_eval"], mean = global_step, float(np.mean(scores))
+                    writer.add_scalar("charts/eval_return", mean, global_step)
+                    if progress["best_eval"] < mean < math.inf:
+                        progress["best_eval"] = mean
+                        save_checkpoint(args, writer, "best.pt", state, progress)
+                sps_time += time.perf_counter() - pause
+            at_the_end = last and (args.save_model or args.checkpoint_every)
+            # [ranks: one run]
+            if rank == 0 and (at_the_end or global_step - saved_step >= checkpoint_every):
+                save_checkpoint(args, writer, f"{global_step}.pt", state, progress, ranks=ranks)
+                saved_step = global_step
+
+    # ---- End -----------------------------------------------------------------------------------------------
+    eval_returns = []
+    if rank == 0 and (args.evaluate or (args.eval_episodes and not stopping)):  # [ranks: one run]
+        videos = folder / "evaluation" / "videos" if args.capture_video else None
+        env = make_envs(replace(args, num_envs=1), 0, videos, learning=False)
+        eval_returns, _ = evaluate(args, env, agent, best_action, stopping)
+    if args.track and rank == 0:  # [ranks: one run]
+        for video in sorted(folder.rglob("*.mp4")):
+            wandb.log({str(video.relative_to(folder).with_suffix("")): wandb.Video(str(video))})
+        wandb.finish()  # whose last words come before the summary
+    summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
+    summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast: one graph]
+    best = progress["best_eval"] if math.isfinite(progress["best_eval"]) else None
+    summary |= {"eval_returns": eval_returns, "best_eval_return": best}
+    summary |= {"updates": updates, "episodes": len(returns), "ranks": ranks}  # [ranks: a device each]
+    for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
+        summary[name] = float(np.mean(returns[-count:])) if returns else None
+    summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}
+    if rank == 0:  # [ranks: one run]
+        print(json.dumps(summary))
+    gathered(None)  # nobody leaves before rank 0 is done: torchrun ends all when one has failed
+    if cudagraphs:
+        del act, prepare, update  # NCCL would wait for the graphs that hold its operations
+    dist.destroy_process_group()
+    if stopping:
+        sys.exit(128 + stopping[0])

@@ -1,0 +1,53 @@
+"""One process of a run with several, as torchrun starts it, that keeps what each gradient step leaves.
+
+    torchrun ... tests/ranks.py FOLDER NAME [ARGS]
+
+Runs the script NAME, its games in place of EnvPool's, and writes FOLDER/<rank>.pt.
+"""
+
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from envs import ScriptedGames
+from torch import Tensor
+
+LEANRL = Path(__file__).parent.parent / "leanrl"
+
+
+class Order:
+    """The rows of a batch in some order: whoever takes the next minibatch has learnt from the last one."""
+
+    def __init__(self, rows: Tensor, kept: dict[str, list]):
+        self.rows, self.kept = rows, kept
+
+    def chunk(self, count: int) -> Iterator[Tensor]:
+        script = sys.modules["__main__"]  # whose body is running
+        self.kept["buffers"].append(script.buffer.clone())
+        self.kept["obs"].append(torch.as_tensor(script.rollout_obs).clone())
+        self.kept["before"].append(script.flat_agent.params.detach().clone())
+        for indices in self.rows.chunk(count):
+            yield indices
+            self.kept["indices"].append(indices)
+            self.kept["params"].append(script.flat_agent.params.detach().clone())
+
+
+def main(folder: str, name: str, *args: str) -> None:
+    """Run a script with these arguments, and write what it has kept."""
+    kept = {name: [] for name in ("buffers", "obs", "before", "indices", "params")}
+    randperm = torch.randperm
+    sys.argv = [name, *args]
+    with (
+        patch("envpool.make", ScriptedGames),
+        patch("torch.randperm", lambda *args, **options: Order(randperm(*args, **options), kept)),
+    ):
+        runpy.run_path(str(LEANRL / f"{name}.py"), run_name="__main__")
+    torch.save(kept, Path(folder) / f"{os.environ['RANK']}.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,208 @@
+"""Several processes are one with all of their environments: its numbers, one folder, one end."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import (
+    ATARI,
+    LEANRL,
+    MULTIGPU,
+    TESTS,
+    assert_same_numbers,
+    checkpoints,
+    curves,
+    environment,
+    play,
+    scripted_world,
+)
+from slurm import slurm_cluster, wait_until
+
+CONTINUOUS, RANKS = "ppo_continuous_action_multigpu", 2
+# Ten gradient steps, two epochs of five, on rollouts of ten steps of two environments of each rank.
+TEN = ("--num-envs", 2, "--num-steps", 10, "--num-minibatches", 5, "--update-epochs", 2, "--no-anneal-lr")
+SMALL = ("--num-envs", 1, "--num-steps", 8, "--num-minibatches", 2, "--update-epochs", 1)
+every = pytest.mark.parametrize("name", MULTIGPU)
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left():
+    yield
+    if dist.is_initialized():  # by a run that failed
+        dist.destroy_process_group()
+
+
+@contextmanager
+def torchrun(directory: Path, program: Path, *args, ranks: int = RANKS) -> Iterator[subprocess.Popen]:
+    """Start a program in so many processes, which end with the test."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment()}
+    process = subprocess.Popen([*map(str, [*command, program, *args])], cwd=directory, **options)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+                child.kill()
+
+
+def launch(directory: Path, *args, **options):
+    """Start the script for continuous actions in the scripted world, as `torchrun`."""
+    world = ("--no-cuda", *scripted_world(CONTINUOUS), *SMALL)
+    return torchrun(directory, LEANRL / f"{CONTINUOUS}.py", *world, *args, **options)
+
+
+def end(process: subprocess.Popen, seconds: float = 120) -> tuple[dict, str]:
+    """The summary of a run that ends in order, and what it has said on standard error."""
+    printed, told = process.communicate(timeout=seconds)
+    assert process.returncode == 0, told
+    return json.loads(printed), told
+
+
+def rank_of(process: subprocess.Popen, rank: int) -> psutil.Process:
+    """One of the processes that torchrun has started."""
+    children = psutil.Process(process.pid).children()
+    assert len(children) == RANKS
+    return next(child for child in children if child.environ()["RANK"] == str(rank))
+
+
+def twin_of(name: str) -> str:
+    return name.replace("_multigpu", "_torchcompile")
+
+
+# ---- Numbers -----------------------------------------------------------------------------------------------
+@every
+def test_one_rank_computes_what_the_twin_does(name):
+    options = ("--num-envs", 3, "--num-steps", 8, "--num-minibatches", 2, "--update-epochs", 2)
+    options += ("--total-timesteps", 72, "--target-kl", 10, "--learning-rate", 1e-3)
+    one, twin = play(name, *options), play(twin_of(name), *options)
+    assert twin["updates"] >= 12
+    for result in (one, twin):  # the time at which an episode ends is counted at the end of a rollout
+        result["logged"] = {"charts/learning_rate": result["logged"]["charts/learning_rate"]}
+    assert_same_numbers(one, twin, rtol=1e-5, atol=1e-6)
+
+
+@every
+def test_ranks_stay_equal_and_do_what_one_process_with_all_environments_does(name, tmp_path):
+    """After each gradient step; from rollouts in which ranks have unequal numbers of transitions."""
+    world = ("--no-cuda", *scripted_world(name), *TEN, "--total-timesteps", RANKS * 20)
+    with torchrun(tmp_path, TESTS / "ranks.py", tmp_path, name, *world) as process:
+        end(process)
+    one, other = ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
+    assert not torch.equal(one["buffers"][0], other["buffers"][0])
+    assert len(one["indices"]) == 10
+    torch.testing.assert_close(one["params"], other["params"], rtol=0, atol=0)
+    torch.testing.assert_close(one["indices"], other["indices"], rtol=0, atol=0)
+
+    twin = play(twin_of(name), *TEN, "--num-envs", RANKS * 2, "--total-timesteps", RANKS * 20)
+    optimizer = twin["state"]["optimizer"]
+    for tensor in optimizer.buffers():
+        tensor.zero_()
+    optimizer.params[0].data.copy_(one["before"][0])
+    twin["buffer"].copy_(torch.cat([rank["buffers"][0] for rank in ranks], dim=1))
+    if twin_of(name) in ATARI:
+        twin["rollout_obs"].copy_(torch.cat([rank["obs"][0] for rank in ranks], dim=1))
+    twin["prepare"]()
+    valid = twin["batch"][:, -1]
+    unequal = False
+    for indices, params in zip(one["indices"], one["params"], strict=True):
+        step, env = indices // 2, indices % 2
+        rows = [step * RANKS * 2 + rank * 2 + env for rank in range(RANKS)]
+        unequal |= bool(valid[rows[0]].sum() != valid[rows[1]].sum())
+        twin["update"](torch.cat(rows))
+        torch.testing.assert_close(optimizer.params[0].detach(), params, rtol=0, atol=1e-6)
+    assert unequal
+
+
+def test_a_compiled_run_computes_the_same(tmp_path):
+    args = ("--total-timesteps", 48, "--learning-rate", 1e-3)
+    losses = []
+    for number, flags in enumerate(((), ("--compile", "--cudagraphs"))):
+        (folder := tmp_path / str(number)).mkdir()
+        with launch(folder, *args, *flags) as process:
+            summary, _ = end(process, 300)
+        assert (summary["ranks"], summary["updates"], summary["compile"]) == (RANKS, 6, bool(flags))
+        [run] = folder.glob("runs/*")
+        losses.append({name: values for name, values in curves(run).items() if name.startswith("losses/")})
+    for name, values in losses[0].items():
+        assert losses[1][name] == [(step, pytest.approx(value, rel=1e-3, abs=1e-4)) for step, value in values]
+
+
+# ---- One run -----------------------------------------------------------------------------------------------
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint_from_which_as_many_go_on(tmp_path):
+    options = ("--checkpoint-every", 10**6, "--eval-episodes", 10**6)
+    with launch(tmp_path, "--total-timesteps", 10**6, *options) as process:
+        [run] = wait_for(tmp_path, lambda run: len(curves(run).get("charts/SPS", [])) >= 3)
+        rank_of(process, 1).send_signal(signal.SIGTERM)
+        printed, told = process.communicate(timeout=60)
+    assert process.returncode != 0 and 'Traceback (most recent call last):\n  File "leanrl' not in told
+    summary, [path] = json.loads(printed), checkpoints(tmp_path)
+    assert summary["total_timesteps"] == int(path.stem) > 0 and summary["eval_returns"] == []
+    logged = curves(run)
+    assert logged["charts/SPS"][-1][0] == int(path.stem)
+    lengths = sum(length for _, length in logged["charts/episodic_length"])
+    assert 0.8 * int(path.stem) < lengths <= int(path.stem)  # the last episodes have not ended
+
+    more = int(path.stem) + 160
+    with launch(tmp_path, "--resume", path, "--total-timesteps", more, ranks=1) as alone:
+        _, told = alone.communicate(timeout=60)
+    assert f"error: --resume takes as many ranks as before, {RANKS}, got 1" in told
+    with launch(tmp_path, "--resume", path, "--total-timesteps", more, "--eval-episodes", 1) as process:
+        summary, _ = end(process)
+    assert more - 40 < summary["total_timesteps"] <= more and len(summary["eval_returns"]) == 1
+    assert [*tmp_path.glob("runs/*")] == [run]
+    evaluated = play(twin_of(CONTINUOUS), "--evaluate", checkpoints(tmp_path)[-1], "--eval-episodes", 2)
+    assert evaluated["updates"] == 0
+
+
+def wait_for(directory: Path, condition: Callable[[Path], bool]) -> list[Path]:
+    """The folders of runs, when one of them is so far."""
+    assert wait_until(lambda: any(map(condition, directory.glob("runs/*"))), 60)
+    return [*directory.glob("runs/*")]
+
+
+def test_when_a_rank_is_killed_all_end(tmp_path):
+    with launch(tmp_path, "--total-timesteps", 10**6, "--checkpoint-every", 16) as process:
+        wait_for(tmp_path, lambda run: bool(checkpoints(tmp_path)))
+        ranks = [rank_of(process, rank) for rank in range(RANKS)]
+        ranks[1].kill()
+        process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert not any(rank.is_running() for rank in ranks)
+
+
+@pytest.mark.xdist_group("slurm")
+def test_two_nodes_of_slurm_are_two_ranks(tmp_path):
+    """By the job of docs/using.md, whose two tasks are on one node here."""
+    page = (TESTS.parent / "docs" / "using.md").read_text()
+    job = page.split("```bash\n#!/bin/bash\n", 1)[1].split("```", 1)[0]
+    options = " ".join(map(str, ["--no-cuda", *scripted_world(CONTINUOUS), *SMALL, "--total-timesteps", 64]))
+    for line, other in {
+        "#SBATCH --nodes=2": "#SBATCH --ntasks=2 --output=job.log --oversubscribe",
+        "#SBATCH --gpus-per-node=1 --cpus-per-task=8\n": "",
+        "--ntasks-per-node=1": "--ntasks=2",
+        " --cpus-per-task=8": "",
+        "--nnodes $SLURM_NNODES": "--nnodes 2",
+        "python -m": f"{sys.executable} -m",
+        "leanrl/": f"{LEANRL}/",
+        "--compile --cudagraphs": options,
+    }.items():
+        assert line in job, line
+        job = job.replace(line, other)
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{job}")
+    (tmp_path / "slurm").mkdir()
+    with slurm_cluster(tmp_path / "slurm") as variables:
+        submit = ["sbatch", "--wait", "job.sh"]
+        done = subprocess.run(submit, cwd=tmp_path, env=environment(**variables), capture_output=True)
+    log = (tmp_path / "job.log").read_text()
+    assert done.returncode == 0, log
+    [summary] = [json.loads(line) for line in log.splitlines() if line.startswith('{"script"')]
+    assert (summary["ranks"], summary["total_timesteps"] > 48) == (2, True)
