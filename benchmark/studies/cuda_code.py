@@ -38,6 +38,7 @@ from typing import Literal
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import tyro
 from torch import fx
 from torch._dynamo.device_interface import CudaInterface
@@ -82,6 +83,10 @@ SCRIPTS |= {
 # And with one of the default size, which has more than 2^31 numbers.
 LARGE = ("--num-seeds", "64", "--buffer-size", "1000000")
 SCRIPTS[f"sac_continuous_action_seeds {' '.join(LARGE)}"] = (None, LARGE)
+# One of several processes, here alone.
+SCRIPTS |= {
+    path.stem: SCRIPTS[path.stem.removesuffix("_multigpu")] for path in sorted(LEANRL.glob("*_multigpu.py"))
+}
 CUDA = torch.device("cuda", 0)
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -228,7 +233,7 @@ def recording_compile(graphs: list[Graph], compile_function: Callable) -> Callab
 def graphs_of(script: str, *arguments: str) -> list[Graph]:
     """The graphs of a twin's functions, one for each kind of gradient step, as they are compiled."""
     name = re.match(r"\w+", script)[0]
-    path = LEANRL / (f"{name}.py" if name.endswith("_seeds") else f"{name}_torchcompile.py")
+    path = LEANRL / f"{name}{'' if name.endswith(('_seeds', '_multigpu')) else '_torchcompile'}.py"
     sys.modules["__main__"] = module = ModuleType("__main__")  # where tyro looks for the texts of --help
     module.__file__ = str(path)
     torch._dynamo.reset()  # it would take the sizes of a second environment for dynamic
@@ -247,6 +252,9 @@ def graphs_of(script: str, *arguments: str) -> list[Graph]:
         except SystemExit as end:
             if end.code is not None:
                 raise
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
     return graphs
 
 
