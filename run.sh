@@ -116,8 +116,8 @@ case $command in
     main -m benchmark.profile_run "$name" "$@"
     ;;
   test)
-    # Two at a time, on one thread each (tests/conftest.py).
-    main -m pytest -n 2 --dist loadgroup "$@"
+    # Two at a time, on one thread each (tests/conftest.py). After a crash pytest-xdist would wait for ever.
+    main -m pytest -n 2 --dist loadgroup --max-worker-restart 0 "$@"
     ;;
   peers)
     if [[ " $* " == *" --leanrl"* ]]; then
