@@ -40,9 +40,12 @@ MODES = {
     # As many agents in a process as that script trains by default, whose seeds count up from that of the run.
     "seeds": Mode("LeanRL seeds, {agents} agents", "_seeds", COMPILE),
     "seeds_both": Mode("LeanRL seeds, {agents} agents", "_seeds", BOTH),
+    "ranks": Mode("LeanRL multigpu, {ranks} ranks", "_multigpu", COMPILE),
+    "ranks_both": Mode("LeanRL multigpu, {ranks} ranks", "_multigpu", BOTH),
 }
 LIBRARIES = tuple(name for name, mode in MODES.items() if mode.library)
 ORIGINAL = tuple(name for name in LIBRARIES if MODES[name].library == "leanrl")
 PEERS = tuple(name for name in LIBRARIES if name not in ORIGINAL)  # which run with one interpreter
 SEEDS = tuple(name for name, mode in MODES.items() if mode.suffix == "_seeds")
+RANKS = tuple(name for name, mode in MODES.items() if mode.suffix == "_multigpu")
 CUDA_MODES = tuple(name for name, mode in MODES.items() if "--cudagraphs" in mode.flags)

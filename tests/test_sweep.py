@@ -191,10 +191,10 @@ def test_runs_share_a_pretended_gpu(house):
     assert [line["runs_per_gpu"] for line in house.lines()] == [2, 2]
 
 
-def test_places_have_cores_of_their_own_and_take_gpus_in_turn(tmp_path, monkeypatch):
+def test_places_have_cores_of_their_own_and_take_shares_of_gpus_in_turn(tmp_path, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(8)}, raising=False)
     args = selection.Args(runs_per_gpu=2)
-    machine = ThisMachine(args, workers=2, gpus=["3", "5"], lock=0)
+    machine = ThisMachine(args, workers=2, gpus=["3", "5", "6", "7", "9"], lock=0)
     assert machine.free([], 9) == [0, 1, 2, 3] and machine.free([], 1) == [0]
     assert machine.free([Attempt(tmp_path, None, place) for place in (0, 2)], 9) == [1, 3]
     folders = [tmp_path / str(place) for place in range(4)]
@@ -203,7 +203,7 @@ def test_places_have_cores_of_their_own_and_take_gpus_in_turn(tmp_path, monkeypa
     with patch("subprocess.Popen"):
         machine.start(folders, [Job([], "", 1.0)] * 4, [0, 1, 2, 3])
     jobs = [json.loads((folder / "job.json").read_text()) for folder in folders]
-    assert [job["gpu"] for job in jobs] == ["3", "5", "3", "5"]
+    assert [job["gpu"] for job in jobs] == ["3,5", "6,7", "3,5", "6,7"]
     assert len({core for job in jobs for core in job["cores"]}) == 8
     assert [(job["threads"], len(job["cores"])) for job in jobs] == [(2, 2)] * 4
 
@@ -333,6 +333,21 @@ def test_each_seed_of_the_selection_is_a_run_of_several_agents():
         _, script, *flags = run.command(None)
         assert Path(script).name == f"{run.algorithm}_seeds.py"
         assert {"--compile", "--cudagraphs", f"--seed={run.seed}"} <= set(flags)
+
+
+def test_a_run_in_several_processes_is_started_by_torchrun(tmp_path):
+    args = selection.Args(modes=("compile", "ranks_both"), seeds=(3,), ranks=4, options={"num_envs": "2"})
+    runs = [run for run in selection.select(args, gpus=list("0123")) if run.mode == "ranks_both"]
+    assert {run.algorithm for run in runs} == {"ppo_continuous_action", "ppo_atari_envpool"}
+    for run in runs:
+        _, *torchrun, script, compiled, graphs, _, seed = run.command(None)[:10]
+        assert torchrun == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+        assert script == str(LEANRL / f"{run.algorithm}_multigpu.py")
+        assert [compiled, graphs, seed] == ["--compile", "--cudagraphs", "--seed=3"]
+    assert (
+        runs[0].name
+        == f"{runs[0].algorithm}-ranks_both-{runs[0].env_id}-{runs[0].steps}-ranks=4-num-envs=2-seed3"
+    )
 
 
 def refused(capsys, folder: Path, *args, gpus: tuple[str, ...] = ()) -> list[str]:

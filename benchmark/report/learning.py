@@ -294,7 +294,8 @@ def unfinished_runs(folder: Path, ended: set[str]) -> Iterator[tuple[dict, dict]
         given = dict(part[2:].split("=", 1) for part in command if part.startswith("--") and "=" in part)
         algorithm, mode, _ = job.split("-", 2)
         line = {"format": results.FORMAT, "sweep": sweep["id"], "job": job, "attempts": attempt(about)}
-        line |= {"status": "ok", "algorithm": algorithm, "mode": mode, "script": Path(command[1]).stem}
+        line |= {"status": "ok", "algorithm": algorithm, "mode": mode}
+        line |= {"script": next(Path(part).stem for part in command if part.endswith(".py"))}
         line |= {"env_id": given["env-id"], "seed": int(given["seed"]), "sps": None, "startup_seconds": None}
         line |= {"steps": int(given["total-timesteps"]), "total_timesteps": whole["step"][-1]}
         line["episodic_return"] = statistics.mean(whole["episodic_return"][-LAST:])

@@ -82,6 +82,7 @@ class Measured(TypedDict, total=False):
     gpu_busy_seconds: float | None
     gpu_memory_mb: float | None  # the most that was in use on the GPU
     seeds: list[int]  # of the agents of a run that has several; its `seed` is the first
+    ranks: int  # the processes of a run that has several
     lost_seeds: dict[str, str]  # the seeds of agents that were lost on the way, and why; they have no returns
     episodic_return: Return
     episodic_return_10: Return

@@ -61,8 +61,10 @@ def agents(line: dict) -> int:
 
 
 def name_of(mode: str, runs: list[dict]) -> str:
-    """The name of a mode of these runs; where a run has several agents, with their number."""
-    return MODES[mode].label.format(agents="/".join(sorted({str(agents(line)) for line in runs})))
+    """The name of a mode of these runs; where a run has several agents or ranks, with their number."""
+    counts = {"agents": {agents(line) for line in runs}, "ranks": {line.get("ranks", 1) for line in runs}}
+    told = {what: "/".join(map(str, sorted(numbers))) for what, numbers in counts.items()}
+    return MODES[mode].label.format(**told)
 
 
 def of_agents(runs: list[dict], key: str) -> list[float]:

@@ -82,9 +82,11 @@ class ThisMachine:
         for folder, job, place in zip(folders, jobs, places, strict=True):
             # One at a time has all cores, and PyTorch's choice of threads, to itself.
             threads = (len(self.cores[place]) or None) if self.workers > 1 else None
-            # Those that share a GPU are apart, so that few runs have one each. Where PyTorch can use none,
-            # the run sees none.
-            gpu = self.gpus[place % (self.workers // self.runs_per_gpu)] if self.gpus else ""
+            # A worker's share; workers are taken in turn, so that few runs have one each. Where PyTorch can
+            # use no GPU, the run sees none.
+            count = self.workers // self.runs_per_gpu
+            share, worker = len(self.gpus) // count, place % count
+            gpu = ",".join(self.gpus[worker * share : (worker + 1) * share])
             job = replace(job, cores=self.cores[place], threads=threads, gpu=gpu)
             write_job(folder, replace(job, runs_per_gpu=self.runs_per_gpu))
             with (folder / "process.txt").open("wb") as err:

@@ -45,13 +45,13 @@ class Job:
     threads: int | None = None
     """threads of PyTorch, by default its own choice"""
     gpu: str | None = None
-    """the GPU to use, as CUDA_VISIBLE_DEVICES names it, "" for none; by default what the process was given"""
+    """the GPUs to use, as in CUDA_VISIBLE_DEVICES, "" for none; by default what the process was given"""
     runs_per_gpu: int = 1
-    """how many runs at a time there are on that GPU"""
+    """how many runs at a time there are on each of them"""
 
 
 class GpuSampler:
-    """Samples utilisation (0 to 1) and memory (bytes in use) of the GPU that a run sees, if it sees one.
+    """Samples utilisation (0 to 1) and memory (bytes in use) of the first GPU that a run sees.
 
     `seconds` are Unix times; `name` is None where there is no GPU.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmark import LEANRL, ROOT
 from benchmark.collection import COLLECTION, Algorithm
-from benchmark.modes import CUDA_MODES, LIBRARIES, MODES, ORIGINAL, PEERS, SEEDS
+from benchmark.modes import CUDA_MODES, LIBRARIES, MODES, ORIGINAL, PEERS, RANKS, SEEDS
 from benchmark.terminal import check_interpreter, check_names, refuse
 
 
@@ -59,8 +59,8 @@ class Args:
     """eager scripts; the other modes run their siblings"""
     modes: tuple[str, ...] | None = None
     """eager, twin (no flag), compile, cudagraphs, both, tf32 (both with --matmul-precision high); of several
-    agents in a process seeds (compile) and seeds_both; with --peers also cleanrl, sb3 and sbx; with --leanrl
-    also leanrl, leanrl_compile and leanrl_both"""
+    agents in a process seeds (compile) and seeds_both; of several processes ranks (compile) and ranks_both;
+    with --peers also cleanrl, sb3 and sbx; with --leanrl also leanrl, leanrl_compile and leanrl_both"""
     seeds: tuple[int, ...] | None = None
     """seeds, each a round of all that is compared"""
     env_ids: tuple[str, ...] | None = None
@@ -86,6 +86,8 @@ class Args:
     workers: int | None = None
     """runs at a time, each with its share of the cores and a GPU; 1, in the profiles learning and check one a
     GPU or, without, a core (on Slurm 1)"""
+    ranks: int = 2
+    """processes of a run in the modes ranks and ranks_both, each with one of the GPUs of the run's worker"""
     runs_per_gpu: int = 1
     """runs at a time on each GPU of --workers: a small network leaves one idle"""
     attempts: int = 2
@@ -121,10 +123,12 @@ class Run:
     learning_starts: int | None
     checkpoint_every: int | None = None
     options: tuple[tuple[str, str], ...] = ()
+    ranks: int | None = None
 
     @property
     def name(self) -> str:
         parts = [self.algorithm, self.mode, self.env_id, self.steps]
+        parts += [f"ranks={self.ranks}"] if self.ranks else []
         parts += ["=".join(option) for option in self.options]
         return "-".join(map(str, [*parts, f"seed{self.seed}"])).replace("/", "_")
 
@@ -146,7 +150,9 @@ class Run:
             if self.mode == "cleanrl" and not COLLECTION[self.algorithm].in_cleanrl_package:
                 options.append(f"--cleanrl={cleanrl.absolute()}")
             return [str(peers.absolute()), str(programs / program), *library, self.algorithm, *options]
-        return [sys.executable, str(script_of(self.algorithm, self.mode)), *mode.flags, *options]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+        script = [*(torchrun if self.ranks else []), str(script_of(self.algorithm, self.mode))]
+        return [sys.executable, *script, *mode.flags, *options]
 
 
 def further_options(args: Args) -> dict[str, str]:
@@ -160,8 +166,8 @@ def check_args(args: Args) -> None:
     for name, known in named.items():
         given = getattr(args, name) or ()
         check_names(name, (given,) if isinstance(given, str) else given, known)
-    least = dict.fromkeys(("workers", "runs_per_gpu", "attempts", "total_timesteps", "checkpoint_every"), 1)
-    least |= {"time_limit": 0.01, "gpus_per_job": 0, "cores_per_job": 1}
+    from_one = ("workers", "ranks", "runs_per_gpu", "attempts", "total_timesteps", "checkpoint_every")
+    least = dict.fromkeys(from_one, 1) | {"time_limit": 0.01, "gpus_per_job": 0, "cores_per_job": 1}
     for name, low in least.items():
         value = getattr(args, name)
         if value is not None and not (low <= value < float("inf")):
@@ -208,7 +214,7 @@ def visible_gpus(args: Args) -> list[str]:
 
 def obstacle(mode: str, script: str, args: Args, gpus: list[str]) -> str | None:
     """Why a mode of a script cannot be run here; None if it can, or where the library does not do it."""
-    if mode in SEEDS and not script_of(script, mode).exists():
+    if mode in (*SEEDS, *RANKS) and not script_of(script, mode).exists():
         return f"needs leanrl/{script_of(script, mode).name}, which there is not"
     if mode == "cleanrl" and not (COLLECTION[script].in_cleanrl_package or args.cleanrl):
         return f"needs --cleanrl for {script}, which its package does not have"
@@ -260,7 +266,8 @@ def select(args: Args, gpus: list[str]) -> list[Run]:
                     # Libraries and many agents cannot go on from what a sweep finds.
                     every = args.checkpoint_every or profile.checkpoint_every
                     every = None if mode in (*LIBRARIES, *SEEDS) else every
-                    run = Run(script, mode, env_id, seed, steps, learning_starts, every, options)
+                    ranks = args.ranks if mode in RANKS else None
+                    run = Run(script, mode, env_id, seed, steps, learning_starts, every, options, ranks)
                     rounds.setdefault(seed, []).append(run)
     for line in sorted(skipped):
         print(line, file=sys.stderr)
