@@ -84,7 +84,8 @@ class Graph(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        # (function, args, kwargs, result), whose tensors have the memory of the original ones, no history.
+        # (function, args, kwargs, new), whose tensors have the memory of the original ones, no history; `new`
+        # are the positions and tensors of the result that the call has made.
         self.calls: list[tuple] = []
         # Memory that is not the graph's own, with the number of references from here.
         self.outside: list[tuple[torch.UntypedStorage, int]] = []
@@ -105,7 +106,10 @@ class Graph(TorchDispatchMode):
                     self.before[key] = (written[key], written[key].clone())
         result, given = function(*args, **kwargs), storages((args, kwargs))
         self.new |= {key: storage for key, storage in storages(result).items() if key not in given}
-        self.calls.append((function, *tree_map_only(Tensor, Tensor.detach, (args, kwargs, result))))
+        args, kwargs, made = tree_map_only(Tensor, Tensor.detach, (args, kwargs, result))
+        made = enumerate(tree_leaves(made))
+        new = [(at, leaf) for at, leaf in made if storages(leaf).keys() - given.keys()]
+        self.calls.append((function, args, kwargs, new))
         return result
 
     def finish(self) -> None:
@@ -124,11 +128,11 @@ class Graph(TorchDispatchMode):
         """Do the calls again; what was a new tensor at capture is written where it was then."""
         if any(torch._C._storage_Use_Count(storage._cdata) <= own for storage, own in self.outside):
             raise CaptureError("a graph uses memory that nothing else does any longer")
-        for function, args, kwargs, result in self.calls:
-            again = function(*args, **kwargs)
-            for place, value in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                if isinstance(place, Tensor) and storages(place).keys() != storages(value).keys():
-                    place.copy_(value)
+        with torch._C.DisableTorchFunction():  # no call asks for "cuda": it was renamed at capture
+            for function, args, kwargs, new in self.calls:
+                again = tree_leaves(function(*args, **kwargs))
+                for at, place in new:
+                    place.copy_(again[at])
 
 
 @contextmanager
