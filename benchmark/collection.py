@@ -183,6 +183,16 @@ COLLECTION = {
         sbx="PPO",
         checks=(Check("CartPole-v1", 200_000, 280, 500), Check("Acrobot-v1", 200_000, -130, -60)),
     ),
+    "ppo_lstm": Algorithm(
+        title="PPO with an LSTM for discrete actions",
+        actions="discrete",
+        quick=20 * 1024,
+        speed=40 * 1024,
+        losses=OF_PPO,
+        full=500_000,
+        num_envs=8,
+        sb3="RecurrentPPO",
+    ),
     "ppo_atari_envpool": Algorithm(
         title="PPO for Atari",
         actions="atari",

@@ -1,23 +1,23 @@
 """Tasks of Gymnasium whose velocities are hidden, for agents with a memory.
 
-    PYTHONPATH=$PWD ./run.sh train ppo_continuous_action_lstm --env-id benchmark.no_velocity:PendulumNoVel-v1
+    PYTHONPATH=$PWD ./run.sh train ppo_lstm --env-id benchmark.no_velocity:CartPoleNoVel-v1
 
 Names are as in the Stable-Baselines3 zoo, which shows zeros in place of velocities. Here they are left out.
 """
 
 import gymnasium as gym
 
-# Positions come first in their observations: how many there are.
-POSITIONS = {"Pendulum-v1": 2, "MountainCarContinuous-v0": 1}
-POSITIONS |= {"HalfCheetah-v4": 8, "Hopper-v4": 5, "Walker2d-v4": 8}
+# Where positions are in their observations: first, or CartPole's before their velocities each.
+POSITIONS = {"CartPole-v1": slice(0, 4, 2), "Pendulum-v1": slice(2), "MountainCarContinuous-v0": slice(1)}
+POSITIONS |= {"HalfCheetah-v4": slice(8), "Hopper-v4": slice(5), "Walker2d-v4": slice(8)}
 
 
 def make(env_id: str, **options) -> gym.Env:
     """An environment that shows its positions alone."""
     env, positions = gym.make(env_id, **options), POSITIONS[env_id]
     seen = env.observation_space
-    seen = gym.spaces.Box(seen.low[:positions], seen.high[:positions], dtype=seen.dtype)
-    return gym.wrappers.TransformObservation(env, lambda obs: obs[:positions], seen)
+    seen = gym.spaces.Box(seen.low[positions], seen.high[positions], dtype=seen.dtype)
+    return gym.wrappers.TransformObservation(env, lambda obs: obs[positions], seen)
 
 
 for env_id in POSITIONS:

@@ -84,7 +84,8 @@ ACTOR_CRITIC = [name for name in OFF_POLICY if name not in DQN]
 MANY = [name for name in OFF_POLICY if algorithm(name).num_envs > 1]  # environments, of EnvPool by default
 # Arguments for a run of some 300 steps that performs updates, one a step if it is off-policy.
 EACH_STEP = ("--train-frequency", "1", "--target-network-frequency", "3")
-SHORT = dict.fromkeys(OFF_POLICY, ("--learning-starts", "100", "--total-timesteps", "300"))
+FEW = ("--learning-starts", "100", "--total-timesteps", "300", "--batch-size", "32")
+SHORT = dict.fromkeys(OFF_POLICY, FEW)
 SHORT |= {name: (*EACH_STEP, *SHORT[name]) for name in DQN}
 ROLLOUTS = ("--num-envs", "2", "--num-steps", "50", "--num-minibatches", "5", "--update-epochs", "2")
 SHORT |= dict.fromkeys(ON_POLICY, (*ROLLOUTS, "--total-timesteps", "300"))

@@ -262,7 +262,10 @@ class Balance(gym.Env):
 class Cue(gym.Env):
     """Episodes of 11 steps; what an action earns is itself, with the sign that the first observation has."""
 
-    observation_space, action_space = Box(-1, 1, (1,), np.float32), Box(-1, 1, (1,), np.float32)
+    observation_space = Box(-1, 1, (1,), np.float32)
+
+    def __init__(self):
+        self.action_space = Box(-1, 1, (1,), np.float32)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -271,7 +274,8 @@ class Cue(gym.Env):
 
     def step(self, action):
         self.step_index += 1
-        return np.zeros(1, np.float32), self.cue * action.item(), self.step_index == 11, False, {}
+        action = action - 6 if isinstance(self.action_space, Discrete) else action.item()
+        return np.zeros(1, np.float32), self.cue * action, self.step_index == 11, False, {}
 
 
 class Codes(gym.Env):
@@ -435,11 +439,11 @@ for kind in (
     Integers,
     Parts,
     Boxes,
+    Cue,
     Talkative,
 ):
     register(kind)
 gym.register("Codes-v0", entry_point=Codes)
-gym.register("Cue-v0", entry_point=Cue)
 gym.register("Masked-v0", entry_point=Masked)
 register(Careless, "Unbounded", low=-np.inf, high=np.inf)
 register(Careless, "Flat", low=1, high=1)

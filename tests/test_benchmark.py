@@ -408,8 +408,8 @@ def test_scripts_for_older_libraries_run(tmp_path):
 
 
 # ---- Profiles ----------------------------------------------------------------------------------------------
-PROFILED = [("sac_continuous_action", ()), ("ppo_continuous_action", ())]
-PROFILED += [("ppo_atari_envpool_torchcompile", ("--compile",))]
+PROFILED = [("sac_continuous_action", ()), ("ppo_atari_envpool", ())]
+PROFILED += [("ppo_continuous_action_torchcompile", ("--compile",))]
 
 
 # As a script of the original LeanRL logs, with the libraries of its time.

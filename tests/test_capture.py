@@ -59,7 +59,7 @@ def test_captured_runs_and_those_that_go_on_compute_the_same(case, tmp_path):
 
     def train(rounds: int, *options, cuda: bool = False) -> tuple[dict, Path]:
         """The globals of a run of one or two rounds, and its checkpoint."""
-        args = (*ARGS[twin], "--total-timesteps", rounds * (151 if twin in OFF_POLICY else 96))
+        args = (*ARGS[twin], "--total-timesteps", rounds * (91 if twin in OFF_POLICY else 96))
         with changed(twin, *in_pytorch):
             run = play(twin, *args, "--save-model", *options, directory=tmp_path, cuda=cuda)
         return run, tmp_path / run["folder"] / f"{run['global_step']}.pt"

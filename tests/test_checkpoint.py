@@ -317,9 +317,12 @@ def best_actions(name: str, done: dict, rows: list[Row]) -> np.ndarray:
             return values.argmax(dim=1).numpy()
         space, obs = done["env"].unwrapped.action_space, obs.reshape(len(obs), -1)
         if name in conftest.DISCRETE:
-            network, obs = state.get("q_network") or state["agent"], torch.from_numpy(obs)
-            values = network(obs if obs.dtype == torch.uint8 else obs.float())
-            return (values if name in Q_LEARNING else values[0]).argmax(dim=1).numpy() + space.start
+            obs = torch.from_numpy(obs if name in Q_LEARNING and obs.dtype == np.uint8 else obs.astype("f4"))
+            if name in Q_LEARNING:
+                values = state["q_network"](obs)
+            else:
+                values = remembering(obs) if name in MEMORY else state["agent"](obs)[0]
+            return values.argmax(dim=1).numpy() + space.start
         if name not in OFF_POLICY:
             obs = torch.from_numpy(done["obs_moments"].standardise(obs)).float()
             mean = remembering(obs) if name in MEMORY else state["agent"](obs)[0]

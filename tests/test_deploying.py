@@ -26,7 +26,8 @@ def test_an_exported_policy_takes_the_best_actions(name, tmp_path):
     torch.save(checkpoint, path)
     recipe = EXPORT.replace("runs/HalfCheetah-v4__sac_...", str(path)).replace("leanrl/sac", f"{LEANRL}/sac")
     recipe = recipe.replace("sac_continuous_action", name)
-    recipe = recipe.replace(*OF_TD3) if name.startswith("td3") else recipe
+    if name.startswith("td3"):  # its library is SAC's, which takes long
+        recipe = recipe[: recipe.index("exported =")].replace(*OF_TD3)
     if name.startswith("ppo"):
         begin, end = recipe.index("class Policy"), recipe.index("obs = torch.randn")
         recipe = f"{recipe[:begin]}{OF_PPO}\n{recipe[end:]}"
@@ -40,9 +41,10 @@ def test_an_exported_policy_takes_the_best_actions(name, tmp_path):
         for obs in seen:
             env.step(script["best_action"](obs))
         seen = seen.astype(np.float32)
-        of_onnx = onnxruntime.InferenceSession("policy.onnx").run(None, {"obs": seen})[0]
-        of_library = torch._inductor.aoti_load_package("policy.pt2")(torch.from_numpy(seen))
-    np.testing.assert_allclose(of_onnx, given, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(of_library, given, rtol=0, atol=1e-5)
+        exported = onnxruntime.InferenceSession("policy.onnx").run(None, {"obs": seen})
+        if "exported =" in recipe:
+            exported.append(torch._inductor.aoti_load_package("policy.pt2")(torch.from_numpy(seen)))
+    for actions in exported:
+        np.testing.assert_allclose(actions, given, rtol=0, atol=1e-5)
     assert np.std(given, axis=0).min() > 1e-4
     assert not name.startswith("ppo") or (np.abs(given) == 1).any()

@@ -5,7 +5,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, ON_POLICY, SEEDS, SHORT, assert_same_numbers, checkpoints, play, run, world
+from conftest import (
+    ATARI,
+    ON_POLICY,
+    SCRIPTS,
+    SEEDS,
+    SHORT,
+    assert_same_numbers,
+    checkpoints,
+    play,
+    run,
+    world,
+)
 from envs import Balance, ScriptedGames
 
 TD3 = "td3_continuous_action_torchcompile"
@@ -25,7 +36,7 @@ def train(name: str, *args, **options) -> dict:
     return run(name, *world(name, "Balance"), *short, *frequent, *several, *args, **options)
 
 
-@pytest.mark.parametrize(("name", "flags"), [*((name, ()) for name in SHORT), (TD3, ("--compile",))])
+@pytest.mark.parametrize(("name", "flags"), [*((name, ()) for name in SCRIPTS), (TD3, ("--compile",))])
 def test_evaluation_changes_no_number_and_the_best_agent_is_kept(name, flags, tmp_path):
     without = train(name, *flags)
     evaluated = train(name, *flags, *EVERY, "--save-model", directory=tmp_path)
@@ -98,7 +109,7 @@ def test_the_best_agent_of_steps_that_are_done_again_goes(name, tmp_path):
             torch.save(best, folder / "best.pt")
 
 
-@pytest.mark.parametrize("name", [*SHORT, *SEEDS])
+@pytest.mark.parametrize("name", [*SCRIPTS, *SEEDS])
 def test_sps_leaves_out_evaluations_and_what_is_before_learning(name, monkeypatch):
     """By a clock that ticks with each step of an environment: once, or before learning ten times."""
     ticks, step, games_step, agents = [], Balance.step, ScriptedGames.step, 2 if name in SEEDS else 1

@@ -235,9 +235,11 @@ def test_choices_are_draws_from_the_softmax_of_each_environment_its_own(name):
         """Probabilities, (T, n, 4), and how far the choices, each a row with a one, are from them."""
         result = run(name, "--env-id", "envs:Codes-v0", *sizes, total)
         with torch.no_grad():
-            logits, _ = result["state"]["agent"](of_rollout(result)["obs"][:-1])
+            rollout = {key: column[:-1] for key, column in of_rollout(result).items()}
+            recall = (rollout["keep"], result["first_memory"]) if name in MEMORY else ()
+            logits, *_ = result["state"]["agent"](rollout["obs"], *recall)
         probabilities = logits[..., 3:].softmax(2)
-        choices = of_rollout(result)["actions"][:-1, :, 1].long()
+        choices = rollout["actions"][:, :, 1].long()
         return probabilities, torch.nn.functional.one_hot(choices, 4) - probabilities
 
     with changed(name, "std=0.01)", "std=5.0)"):  # of a run of one rollout, and of two: half the rows reset

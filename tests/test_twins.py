@@ -109,7 +109,7 @@ ARGS = {
     (False, "continuous"): (*REACHER, *TWENTY, "--num-envs", 4),
     (False, "discrete"): (*EACH_STEP, "--env-id", "CartPole-v1", *TWENTY, "--num-envs", 4),
     (True, "continuous"): (*REACHER, *EPOCHS, 64, "--num-envs", 4, "--total-timesteps", 512),
-    (True, "discrete"): ("--env-id", "CartPole-v1", *EPOCHS, 64, "--total-timesteps", 512),
+    (True, "discrete"): ("--env-id", "CartPole-v1", *EPOCHS, 64, "--num-envs", 4, "--total-timesteps", 512),
     (True, "atari"): (*EPOCHS, 16, "--num-envs", 2, "--total-timesteps", 64),
 }
 # Of four environments: as often as the others; the replay buffer is full in the end.
@@ -120,17 +120,9 @@ OFTEN = ("--no-autotune", "--policy-frequency", 3, "--target-network-frequency",
 CASES += [("sac_continuous_action", OFTEN)]
 CASES += [("ppo", ("--env-id", "envs:Codes-v0", "--total-timesteps", 384))]
 CASES += [("dqn", ("--double", "--env-id", "envs:BytesChoices-v0", "--num-envs", 1))]
-# What a user changes, by the same text in both files. With ReLU the policy of PPO is not NumPy's. Each of two
-# critics has a gain and a bias of its own.
+# What a user changes, by the same text in both files (tests/test_changing.py has more). With ReLU the policy
+# of PPO is not NumPy's.
 CASES += [("ppo_continuous_action", (), "nn.Tanh(),", "nn.ReLU(),")]
-LAYER, LAST = "        self.fc3 = nn.Linear(256, 1, device=device)", "return self.fc3(x)"
-NORM = (
-    LAYER,
-    f"        self.norm = nn.LayerNorm(256, device=device)\n{LAYER}",
-    LAST,
-    "return self.fc3(self.norm(x))",
-)
-CASES += [("td3_continuous_action", (), *NORM)]
 
 
 def train(case: tuple, twin: str = "", *flags) -> dict:

@@ -46,15 +46,15 @@ DISCRETE |= {"target_update_interval": 500}
 DISCRETE |= {"exploration_fraction": 0.5, "policy_kwargs": {"net_arch": [120, 84]}}
 ATARI = {"n_steps": 128, "batch_size": 256, "n_epochs": 4, "learning_rate": 2.5e-4}
 ATARI |= {"clip_range": 0.1, "ent_coef": 0.01}
-RECURRENT = {"n_steps": 32, "batch_size": 256, "learning_rate": 6e-4}
-RECURRENT |= {"policy_kwargs": {"net_arch": [64], "lstm_hidden_size": 64}}
+RECURRENT = {"batch_size": 256, "policy_kwargs": {"net_arch": [64], "lstm_hidden_size": 64}}
 # By the class and the kind of actions.
 OPTIONS = {
     ("SAC", "continuous"): OFF_POLICY,
     ("TD3", "continuous"): OFF_POLICY,
     ("PPO", "continuous"): ON_POLICY,
-    ("RecurrentPPO", "continuous"): ON_POLICY | RECURRENT,
+    ("RecurrentPPO", "continuous"): ON_POLICY | RECURRENT | {"n_steps": 32, "learning_rate": 6e-4},
     ("PPO", "discrete"): ON_POLICY | ON_POLICY_DISCRETE,
+    ("RecurrentPPO", "discrete"): ON_POLICY | ON_POLICY_DISCRETE | RECURRENT,
     ("PPO", "atari"): ATARI,
     ("DQN", "discrete"): DISCRETE,
 }
