@@ -7,7 +7,7 @@ Names are as in the Stable-Baselines3 zoo, which shows zeros in place of velocit
 
 import gymnasium as gym
 
-# Where positions are in their observations: first, or CartPole's before their velocities each.
+# Which parts of their observations are positions: the first ones, in CartPole's every other one.
 POSITIONS = {"CartPole-v1": slice(0, 4, 2), "Pendulum-v1": slice(2), "MountainCarContinuous-v0": slice(1)}
 POSITIONS |= {"HalfCheetah-v4": slice(8), "Hopper-v4": slice(5), "Walker2d-v4": slice(8)}
 

@@ -170,7 +170,7 @@ class Agent(nn.Module):
         self.actor_logstd = nn.Parameter(torch.zeros(1, action_dim, device=device))
 
     def forward(self, obs: Tensor, keep: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        # Acting takes `actor_mean` and `actor_logstd` alone. Here both LSTMs take each step side by side.
+        # Acting takes `actor_mean` and `actor_logstd` alone. The twin's LSTMs take each step side by side.
         networks = self.actor_mean, self.critic
         x = torch.stack([network.features(obs) for network in networks], dim=1)
         weights = zip(*(network.lstm.weights() for network in networks), strict=True)

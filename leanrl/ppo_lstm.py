@@ -160,7 +160,7 @@ class Agent(nn.Module):
         self.actor = Recurrent(obs_dim, num_logits, device, std=0.01)
 
     def forward(self, obs: Tensor, keep: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # Acting takes `actor` alone. Here both LSTMs take each step side by side.
+        # Acting takes `actor` alone. The twin's two LSTMs take each step side by side.
         networks = self.actor, self.critic
         x = torch.stack([network.features(obs) for network in networks], dim=1)
         weights = zip(*(network.lstm.weights() for network in networks), strict=True)
@@ -731,9 +731,9 @@ if __name__ == "__main__":
                     if "is_success" in infos.get(index, {}):
                         successes.append(float(infos[index]["is_success"]))
                         writer.add_scalar("charts/success_rate", np.mean(successes[-100:]), global_step)
+                rollout_keep[step + 1, :, 0] = valid  # a step that only resets leads to a first observation
                 rollout_valid[step + 1] = valid = ~(terminated | truncated)  # else the next step only resets
                 rollout_obs[step + 1] = next_obs
-                rollout_keep[step + 1, :, 0] = valid  # a step that only resets leads to a first observation
                 if not math.isfinite(next_obs.sum(dtype=float) + rewards.sum()):  # which keeps NaN, infinity
                     sys.exit(
                         f"{Path(__file__).name}: error: a transition is not finite at step {global_step}"

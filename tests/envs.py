@@ -260,7 +260,10 @@ class Balance(gym.Env):
 
 
 class Cue(gym.Env):
-    """Episodes of 11 steps; what an action earns is itself, with the sign that the first observation has."""
+    """Episodes of 11 steps; what an action earns is itself, with the sign that the first observation has.
+
+    The last observation has the other one, which misleads whoever takes it into the next episode.
+    """
 
     observation_space = Box(-1, 1, (1,), np.float32)
 
@@ -275,7 +278,8 @@ class Cue(gym.Env):
     def step(self, action):
         self.step_index += 1
         action = action - 6 if isinstance(self.action_space, Discrete) else action.item()
-        return np.zeros(1, np.float32), self.cue * action, self.step_index == 11, False, {}
+        over = self.step_index == 11
+        return np.array([-self.cue * over], np.float32), self.cue * action, over, False, {}
 
 
 class Codes(gym.Env):

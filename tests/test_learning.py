@@ -42,7 +42,7 @@ POOLED = "nn.Sequential(nn.AvgPool2d(84), nn.Flatten(), nn.Linear(1, 512), nn.Re
 POOLED = f"self.network = {POOLED} or nn.Sequential("
 BALANCE = [name for name in NOT_ATARI if name not in MEMORY]  # with a memory they learn a cue instead
 # Compiled, one of each kind: every twin computes what its eager script does (tests/test_twins.py).
-COMPILED = ["td3_continuous_action_torchcompile", "ppo_torchcompile", "td3_continuous_action_seeds"]
+COMPILED = ["sac_continuous_action_torchcompile", "ppo_torchcompile", "sac_continuous_action_seeds"]
 # Values near those that there are.
 SUPPORT = ("--v-min", -2, "--v-max", 3)
 

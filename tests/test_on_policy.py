@@ -440,7 +440,7 @@ def test_a_minibatch_with_next_to_no_valid_row_does_no_harm(name):
 
 @pytest.mark.parametrize(("name", "options", "epochs"), RATES)
 def test_gradient_steps_are_so_many_at_a_falling_rate(name, options, epochs):
-    steps = ("--num-minibatches", 4, "--update-epochs", 3, "--learning-rate", 0.001)
+    steps = ("--num-minibatches", 4, "--update-epochs", 3, "--learning-rate", 0.01)
     with patch("torch.randperm", wraps=torch.randperm) as shuffle:
         result = fresh(name, (4, 8, 130), *steps, *options)
     rollouts = len(history(result)) // 8
@@ -449,7 +449,7 @@ def test_gradient_steps_are_so_many_at_a_falling_rate(name, options, epochs):
     assert shuffle.call_count == rollouts * epochs
     ends, rates = zip(*result["logged"]["charts/learning_rate"], strict=True)
     # That of a rollout is the one at its first step.
-    expected = [0.001 * (1 - step / 130 * result["args"].anneal_lr) for step in (0, *ends[:-1])]
+    expected = [0.01 * (1 - step / 130 * result["args"].anneal_lr) for step in (0, *ends[:-1])]
     assert rates == pytest.approx(expected)
     optimizer = result["state"]["optimizer"]
     applied = optimizer.lr if isinstance(optimizer, nn.Module) else optimizer.param_groups[0]["lr"]

@@ -126,11 +126,14 @@ def test_what_envpool_cannot_make_is_refused(refusal):
 def test_tasks_without_velocities_show_positions(env_id):
     name, version = env_id.split("-")
     env, hidden = gym.make(env_id), gym.make(f"benchmark.no_velocity:{name}NoVel-{version}")
-    seen = [hidden.reset(seed=1)[0], hidden.step(np.ones(hidden.action_space.shape))[0]]
-    whole = np.stack([env.reset(seed=1)[0], env.step(np.ones(env.action_space.shape))[0]])
-    assert np.array_equal(seen, whole[:, : hidden.observation_space.shape[0]])
+    action = env.action_space.sample()
+    seen = [hidden.reset(seed=1)[0], hidden.step(action)[0]]
+    whole = np.stack([env.reset(seed=1)[0], env.step(action)[0]])
+    assert np.array_equal(seen, whole[:, POSITIONS[env_id]])
     if "mujoco" in env.spec.entry_point:
         assert np.array_equal(seen[1], env.unwrapped.data.qpos[1:])
+    elif name == "CartPole":
+        assert np.array_equal(seen[1], np.float32([env.unwrapped.state[0], env.unwrapped.state[2]]))
     else:  # Of Pendulum-v1 the angle's cosine and sine, of MountainCarContinuous-v0 the place.
         assert whole.shape[1] == len(seen[1]) + 1
 
