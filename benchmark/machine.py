@@ -57,12 +57,16 @@ def processor(cpuinfo: str) -> str:
     return name if numbered else f"{name} (family {said['cpu family']}, model {said['model']})"
 
 
-def provenance(command: list[str], env: dict[str, str], gpu: str | None = None) -> dict:
+def script_in(command: Sequence[str | Path]) -> Path:
+    """The script that a command runs, also where another module, such as torchrun's, starts it."""
+    return next(Path(part) for part in command if str(part).endswith(".py"))
+
+
+def provenance(command: Sequence[str | Path], env: dict[str, str], gpu: str | None = None) -> dict:
     """What a command, interpreter and script, runs with: versions, hardware, threads, commit."""
-    interpreter, script, *_ = command
-    folder = Path(script).parent
+    folder = script_in(command).parent
     options = {"cwd": folder, "env": env, "capture_output": True, "text": True, "check": True}
-    answer = subprocess.run([interpreter, "-c", ASK, *PACKAGES], **options).stdout
+    answer = subprocess.run([command[0], "-c", ASK, *PACKAGES], **options).stdout
     cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     asked, threads = json.loads(answer.splitlines()[-1]), env.get("OMP_NUM_THREADS", "")
     mkl = {"mkl": "as on Intel"} if asked["preloaded"] and "AuthenticAMD" in cpuinfo else {}

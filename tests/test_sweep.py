@@ -12,14 +12,17 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
+import psutil
 import pytest
 from conftest import LEANRL, ROOT, SEEDS, make_commit
 from slurm import slurm_cluster, wait_until
 
 from benchmark.collection import COLLECTION
+from benchmark.machine import script_in
 from benchmark.report import results
 from benchmark.sweep import __main__ as sweep
 from benchmark.sweep import folder as sweep_folder
+from benchmark.sweep import process as sweep_process
 from benchmark.sweep import runs as selection
 from benchmark.sweep.executors import Attempt, ThisMachine, write_job
 from benchmark.sweep.process import Job
@@ -201,11 +204,23 @@ def test_places_have_cores_of_their_own_and_take_shares_of_gpus_in_turn(tmp_path
     for folder in folders:
         folder.mkdir()
     with patch("subprocess.Popen"):
-        machine.start(folders, [Job([], "", 1.0)] * 4, [0, 1, 2, 3])
+        machine.start(folders, [Job([], "", 1.0, ranks=ranks) for ranks in (2, 1, 9, 2)], [0, 1, 2, 3])
     jobs = [json.loads((folder / "job.json").read_text()) for folder in folders]
-    assert [job["gpu"] for job in jobs] == ["3,5", "6,7", "3,5", "6,7"]
+    assert [job["gpu"] for job in jobs] == ["3,5", "6", "3,5", "6,7"]
     assert len({core for job in jobs for core in job["cores"]}) == 8
     assert [(job["threads"], len(job["cores"])) for job in jobs] == [(2, 2)] * 4
+
+
+def test_no_helper_outlives_a_run_that_is_ended():
+    """Not even one of a session of its own, as those of torchrun."""
+    sleep = "import time; time.sleep(600)"
+    start = f"subprocess.Popen([sys.executable, '-c', '{sleep}'], start_new_session=True)"
+    program = f"import subprocess, sys; print({start}.pid, flush=True); {sleep}"
+    command, pipe = [sys.executable, "-c", program], {"stdout": subprocess.PIPE, "process_group": 0}
+    with subprocess.Popen(command, **pipe) as process, patch("signal.signal"):
+        helper = psutil.Process(int(process.stdout.readline()))
+        assert sweep_process.end(process, resumable=False) == -signal.SIGKILL
+    assert not psutil.wait_procs([helper], timeout=60)[1]
 
 
 def test_a_run_of_several_agents_is_one_line_without_a_curve(house):
@@ -335,7 +350,7 @@ def test_each_seed_of_the_selection_is_a_run_of_several_agents():
         assert {"--compile", "--cudagraphs", f"--seed={run.seed}"} <= set(flags)
 
 
-def test_a_run_in_several_processes_is_started_by_torchrun(tmp_path):
+def test_a_run_in_several_processes_is_started_by_torchrun():
     args = selection.Args(modes=("compile", "ranks_both"), seeds=(3,), ranks=4, options={"num_envs": "2"})
     runs = [run for run in selection.select(args, gpus=list("0123")) if run.mode == "ranks_both"]
     assert {run.algorithm for run in runs} == {"ppo_continuous_action", "ppo_atari_envpool"}
@@ -345,6 +360,8 @@ def test_a_run_in_several_processes_is_started_by_torchrun(tmp_path):
         assert script == str(LEANRL / f"{run.algorithm}_multigpu.py")
         assert [compiled, graphs, seed] == ["--compile", "--cudagraphs", "--seed=3"]
         assert run.name.endswith(f"-{run.steps}-ranks=4-num-envs=2-seed3")
+        assert script_in(run.command(None)) == Path(script)
+    assert "ranks_both" not in {run.mode for run in selection.select(args, gpus=list("012"))}
 
 
 def refused(capsys, folder: Path, *args, gpus: tuple[str, ...] = ()) -> list[str]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmark import RESULTS
 from benchmark.collection import COLLECTION
+from benchmark.machine import script_in
 from benchmark.modes import LIBRARIES, SEEDS
 from benchmark.report import results
 from benchmark.report.curve import in_groups, logged
@@ -295,7 +296,8 @@ def unfinished_runs(folder: Path, ended: set[str]) -> Iterator[tuple[dict, dict]
         algorithm, mode, _ = job.split("-", 2)
         line = {"format": results.FORMAT, "sweep": sweep["id"], "job": job, "attempts": attempt(about)}
         line |= {"status": "ok", "algorithm": algorithm, "mode": mode}
-        line |= {"script": next(Path(part).stem for part in command if part.endswith(".py"))}
+        line |= {"script": script_in(command).stem}
+        line |= {"ranks": int(given["nproc-per-node"])} if "nproc-per-node" in given else {}
         line |= {"env_id": given["env-id"], "seed": int(given["seed"]), "sps": None, "startup_seconds": None}
         line |= {"steps": int(given["total-timesteps"]), "total_timesteps": whole["step"][-1]}
         line["episodic_return"] = statistics.mean(whole["episodic_return"][-LAST:])

@@ -43,7 +43,8 @@ class Sweep:
         self.peers = args.peers, args.leanrl, args.cleanrl
         self.time_limit = 60 * (args.time_limit or PROFILES[args.profile].time_limit)
         all_at_once = args.profile in ("learning", "check") and args.cluster == "local"
-        workers = args.workers or ((len(gpus) or usable_cores()) if all_at_once else 1)
+        places = (len(gpus) or usable_cores()) // max(run.ranks or 1 for run in runs)
+        workers = args.workers or (max(places, 1) if all_at_once else 1)
         if args.cluster == "slurm":
             self.executor = Slurm(args, workers, folder, self.time_limit)
         else:
@@ -99,7 +100,8 @@ class Sweep:
         for run in runs:
             cache = self.folder / "cache" / f"{run.algorithm}-{run.mode}-{run.env_id.replace('/', '_')}"
             resumable = run.checkpoint_every is not None
-            jobs.append(Job(run.command(*self.peers), str(cache), self.time_limit, resumable))
+            command, ranks = run.command(*self.peers), run.ranks or 1
+            jobs.append(Job(command, str(cache), self.time_limit, resumable, ranks=ranks))
         for run, attempt in zip(runs, self.executor.start(folders, jobs, places), strict=True):
             self.attempts[run] += 1
             self.running[run] = attempt

@@ -82,11 +82,11 @@ class ThisMachine:
         for folder, job, place in zip(folders, jobs, places, strict=True):
             # One at a time has all cores, and PyTorch's choice of threads, to itself.
             threads = (len(self.cores[place]) or None) if self.workers > 1 else None
-            # A worker's share; workers are taken in turn, so that few runs have one each. Where PyTorch can
-            # use no GPU, the run sees none.
+            # Workers are taken in turn, so that few runs have one each. Where PyTorch can use no GPU, the run
+            # sees none, and else one, or of its worker's share as many as it has ranks.
             count = self.workers // self.runs_per_gpu
             share, worker = len(self.gpus) // count, place % count
-            gpu = ",".join(self.gpus[worker * share : (worker + 1) * share])
+            gpu = ",".join(self.gpus[worker * share :][: min(share, job.ranks)])
             job = replace(job, cores=self.cores[place], threads=threads, gpu=gpu)
             write_job(folder, replace(job, runs_per_gpu=self.runs_per_gpu))
             with (folder / "process.txt").open("wb") as err:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pynvml
 
 from benchmark.machine import children_usage, provenance, summary_of
@@ -46,6 +47,8 @@ class Job:
     """threads of PyTorch, by default its own choice"""
     gpu: str | None = None
     """the GPUs to use, as in CUDA_VISIBLE_DEVICES, "" for none; by default what the process was given"""
+    ranks: int = 1
+    """how many processes the command starts, each for a GPU of its own"""
     runs_per_gpu: int = 1
     """how many runs at a time there are on each of them"""
 
@@ -150,6 +153,9 @@ def watch(process: subprocess.Popen, time_limit: float, gpu: GpuSampler) -> str 
 
 def end(process: subprocess.Popen, resumable: bool) -> int:
     """End a run, with a checkpoint if it writes any, and give its exit status."""
+    helpers = []
+    with suppress(psutil.NoSuchProcess):
+        helpers = psutil.Process(process.pid).children(recursive=True)  # torchrun's leave its group
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut that short
     if resumable and process.poll() is None:
         # Not SIGTERM, which Slurm sends to every process of a job: of one kind, a second ends a script at
@@ -159,6 +165,9 @@ def end(process: subprocess.Popen, resumable: bool) -> int:
             process.wait(SAVE_SECONDS)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # its helpers, too, if it left any
+    for helper in helpers:
+        with suppress(psutil.NoSuchProcess):
+            helper.kill()
     return process.wait()
 
 

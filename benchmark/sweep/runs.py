@@ -87,7 +87,7 @@ class Args:
     """runs at a time, each with its share of the cores and a GPU; 1, in the profiles learning and check one a
     GPU or, without, a core (on Slurm 1)"""
     ranks: int = 2
-    """processes of a run in the modes ranks and ranks_both, each with one of the GPUs of the run's worker"""
+    """processes of a run in the modes ranks and ranks_both, each with a GPU or a share of the run's cores"""
     runs_per_gpu: int = 1
     """runs at a time on each GPU of --workers: a small network leaves one idle"""
     attempts: int = 2
@@ -216,6 +216,8 @@ def obstacle(mode: str, script: str, args: Args, gpus: list[str]) -> str | None:
     """Why a mode of a script cannot be run here; None if it can, or where the library does not do it."""
     if mode in (*SEEDS, *RANKS) and not script_of(script, mode).exists():
         return f"needs leanrl/{script_of(script, mode).name}, which there is not"
+    if mode in RANKS and 0 < len(gpus) < args.ranks:
+        return f"needs {args.ranks} GPUs, and there are {len(gpus)}"
     if mode == "cleanrl" and not (COLLECTION[script].in_cleanrl_package or args.cleanrl):
         return f"needs --cleanrl for {script}, which its package does not have"
     if mode in LIBRARIES and args.options:
