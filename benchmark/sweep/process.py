@@ -153,9 +153,8 @@ def watch(process: subprocess.Popen, time_limit: float, gpu: GpuSampler) -> str 
 
 def end(process: subprocess.Popen, resumable: bool) -> int:
     """End a run, with a checkpoint if it writes any, and give its exit status."""
-    helpers = []
-    with suppress(psutil.NoSuchProcess):
-        helpers = psutil.Process(process.pid).children(recursive=True)  # torchrun's leave its group
+    running = process.poll() is None  # else its number may be another's by now
+    helpers = psutil.Process(process.pid).children(recursive=True) if running else []
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut that short
     if resumable and process.poll() is None:
         # Not SIGTERM, which Slurm sends to every process of a job: of one kind, a second ends a script at
@@ -165,7 +164,7 @@ def end(process: subprocess.Popen, resumable: bool) -> int:
             process.wait(SAVE_SECONDS)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # its helpers, too, if it left any
-    for helper in helpers:
+    for helper in helpers:  # torchrun's leave its group
         with suppress(psutil.NoSuchProcess):
             helper.kill()
     return process.wait()
