@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The entry point to LeanRL.
 #
-#   ./run.sh [ARGS]               the benchmark: in a few minutes every script, eager and compiled, with a
+#   ./run.sh [ARGS]               the benchmark: in twenty minutes every script, eager and compiled, with a
 #                                 table and plots; ARGS are those of `sweep`, such as --profile speed
 #   ./run.sh sweep --help         all options of the benchmark
 #   ./run.sh train NAME [ARGS]    train, e.g. ./run.sh train sac_continuous_action_torchcompile --compile;
