@@ -153,7 +153,7 @@ done
 begin 60 0 "twins with --cudagraphs alone" && short_runs cudagraphs --cudagraphs -- "$@"
 for mode in both eager cudagraphs compile tf32; do
   if [ $mode = tf32 ] && begin 120 120 "twins with both flags and TF32"; then
-    short_runs tf32 --compile --cudagraphs --matmul-precision high -- "$@"
+    short_runs tf32 --compile --cudagraphs --precision tf32 -- "$@"
   fi
   part 120 120 "speed of $mode" "$python" -m benchmark.sweep --scripts "$@" --seeds 1 --modes "$mode" \
     --attempts 1 --time-limit 0.75 --folder "$folder"

@@ -36,7 +36,7 @@ MODES = {
     "compile": Mode("LeanRL", "_torchcompile", COMPILE),
     "cudagraphs": Mode("LeanRL", "_torchcompile", ("--cudagraphs",)),
     "both": Mode("LeanRL", "_torchcompile", BOTH),
-    "tf32": Mode("LeanRL", "_torchcompile", (*BOTH, "--matmul-precision", "high")),
+    "tf32": Mode("LeanRL", "_torchcompile", (*BOTH, "--precision", "tf32")),
     # As many agents in a process as that script trains by default, whose seeds count up from that of the run.
     "seeds": Mode("LeanRL seeds, {agents} agents", "_seeds", COMPILE),
     "seeds_both": Mode("LeanRL seeds, {agents} agents", "_seeds", BOTH),

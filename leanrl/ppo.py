@@ -58,7 +58,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: bfloat16
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"  # of products in networks; docs/using.md
     torch_deterministic: bool = False  # only deterministic algorithms: a seed repeats its run on a GPU, too
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
@@ -154,7 +154,7 @@ class Agent(nn.Module):
         )
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        return self.actor(obs), self.critic(obs)  # acting takes `actor` alone
+        return self.actor(obs).float(), self.critic(obs).float()  # acting takes `actor` alone
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
@@ -412,7 +412,10 @@ if __name__ == "__main__":
         torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
     torch.set_num_threads(1)  # small networks; EnvPool has threads of its own
-    torch.set_float32_matmul_precision(args.matmul_precision)
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
+    torch.set_autocast_dtype(device.type, torch.bfloat16)
+    torch.set_autocast_enabled(device.type, args.precision == "bfloat16")
+    torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
     torch.manual_seed(args.seed)
 
     progress = {"global_step": 0, "updates": 0, "returns": [], "successes": []}
@@ -463,7 +466,7 @@ if __name__ == "__main__":
         """The policy's logits, (num_envs, sum(nvec)), at obs (num_envs, obs_dim)."""
         with torch.no_grad():
             obs = torch.from_numpy(obs).to(device, non_blocking=True)
-            return agent.actor(obs).cpu().numpy()  # sync
+            return agent.actor(obs).float().cpu().numpy()  # sync
 
     def choose(scores: np.ndarray) -> np.ndarray:
         """The choice of the highest score in each part: (n, len(nvec)) of (n, sum(nvec))."""
@@ -473,7 +476,7 @@ if __name__ == "__main__":
         """The policy's most likely action at one observation, (obs_dim,), as the environment takes it."""
         obs = torch.from_numpy(obs[None].astype(np.float32)).to(device)
         with torch.no_grad():
-            scores = agent.actor(obs).cpu().numpy()
+            scores = agent.actor(obs).float().cpu().numpy()
         return (choose(scores)[0] + first_action).reshape(action_space.shape)[()]
 
     def masked_mean(x: Tensor, valid: Tensor) -> Tensor:

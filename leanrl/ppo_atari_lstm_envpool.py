@@ -59,7 +59,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA, as cuDNN always
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"  # of products in networks; docs/using.md
     torch_deterministic: bool = False  # only deterministic algorithms: a seed repeats its run on a GPU, too
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
@@ -178,7 +178,7 @@ class Agent(nn.Module):
     def forward(self, obs: Tensor, keep: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         features = self.network(obs.flatten(0, 1).permute(0, 3, 1, 2) / 255.0)
         hidden, memory = self.lstm(features.view(*obs.shape[:2], -1), keep, memory)
-        return self.actor(hidden), self.critic(hidden), memory
+        return self.actor(hidden).float(), self.critic(hidden).float(), memory
 
 
 class LSTM(nn.Module):
@@ -196,7 +196,7 @@ class LSTM(nn.Module):
         memory: hidden and cell state before the first step, (n, 2 * hidden_dim); after the last one it is
         returned, too. keep: (T, n, 1), 0 where a step is the first of an episode, else 1.
         """
-        return recurrence(x, keep, memory, *self.weights())
+        return recurrence(x.float(), keep, memory, *self.weights())
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """Those of the inputs, (4 * hidden_dim, input_dim), of the hidden state, and the bias."""
@@ -252,21 +252,22 @@ def recurrence(
 
     Several LSTMs of one size may go side by side: the dimension before n is theirs, of weights the first.
     """
-    if memory.dim() > 2:
-        each = zip(x.unbind(dim=1), memory, by_input, by_hidden, bias, strict=True)
-        hiddens, memories = zip(*(recurrence(own, keep, *more) for own, *more in each), strict=True)
-        return torch.stack(hiddens, dim=1), torch.stack(memories)
-    state = [part[None].contiguous() for part in (memory * keep[0]).chunk(2, dim=-1)]
-    if len(x) == 1:
-        places = slice(None)
-    else:
-        x, closed, places = with_resets(x, keep, by_hidden.shape[1])
-        by_input = torch.cat([by_input, closed], dim=1)
-    weights = [by_input, by_hidden, bias, torch.zeros_like(bias)]
-    # As nn.LSTM calls it: with biases, one layer, no dropout, training, one direction, steps come first.
-    hiddens, _, cell = torch.lstm(x, state, weights, True, 1, 0.0, True, False, False)
-    hiddens = hiddens[places]
-    return hiddens, torch.cat([hiddens[-1], cell[0]], dim=-1)
+    with torch.autocast(x.device.type, enabled=False):  # in float32: it takes many steps
+        if memory.dim() > 2:
+            each = zip(x.unbind(dim=1), memory, by_input, by_hidden, bias, strict=True)
+            hiddens, memories = zip(*(recurrence(own, keep, *more) for own, *more in each), strict=True)
+            return torch.stack(hiddens, dim=1), torch.stack(memories)
+        state = [part[None].contiguous() for part in (memory * keep[0]).chunk(2, dim=-1)]
+        if len(x) == 1:
+            places = slice(None)
+        else:
+            x, closed, places = with_resets(x, keep, by_hidden.shape[1])
+            by_input = torch.cat([by_input, closed], dim=1)
+        weights = [by_input, by_hidden, bias, torch.zeros_like(bias)]
+        # As nn.LSTM calls it: with biases, one layer, no dropout, training, one direction, steps come first.
+        hiddens, _, cell = torch.lstm(x, state, weights, True, 1, 0.0, True, False, False)
+        hiddens = hiddens[places]
+        return hiddens, torch.cat([hiddens[-1], cell[0]], dim=-1)
 
 
 # ---- Run: command line, checkpoints, signals, evaluation, vectors of environments --------------------------
@@ -415,7 +416,10 @@ if __name__ == "__main__":
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for cuBLAS, read at its first use
         torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
-    torch.set_float32_matmul_precision(args.matmul_precision)
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
+    torch.set_autocast_dtype(device.type, torch.bfloat16)
+    torch.set_autocast_enabled(device.type, args.precision == "bfloat16")
+    torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
     torch.manual_seed(args.seed)
 
     progress = {"global_step": 0, "updates": 0, "returns": [], "last_eval": 0}

@@ -61,7 +61,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: bfloat16
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"  # of products in networks; docs/using.md
     torch_deterministic: bool = False  # only deterministic algorithms: a seed repeats its run on a GPU, too
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
@@ -165,7 +165,7 @@ class Agent(nn.Module):
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # Acting takes `actor_mean` and `actor_logstd` alone.
-        return self.actor_mean(obs), self.actor_logstd, self.critic(obs)
+        return self.actor_mean(obs).float(), self.actor_logstd, self.critic(obs).float()
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
@@ -443,7 +443,10 @@ if __name__ == "__main__":
         torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
     torch.set_num_threads(1)  # small networks: 1.06 times the steps/s with one environment, 0.90 with 64
-    torch.set_float32_matmul_precision(args.matmul_precision)
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
+    torch.set_autocast_dtype(device.type, torch.bfloat16)
+    torch.set_autocast_enabled(device.type, args.precision == "bfloat16")
+    torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
     torch.manual_seed(args.seed)
 
     progress = {"global_step": 0, "updates": 0, "returns": [], "successes": []}
@@ -494,13 +497,13 @@ if __name__ == "__main__":
         """The policy's mean actions, (num_envs, action_dim), at standardised obs (num_envs, obs_dim)."""
         with torch.no_grad():
             obs = torch.from_numpy(obs).to(device, non_blocking=True)
-            return agent.actor_mean(obs).cpu().numpy()  # sync
+            return agent.actor_mean(obs).float().cpu().numpy()  # sync
 
     def best_action(obs: np.ndarray) -> np.ndarray:
         """The policy's mean action, (action_dim,), at one observation, (obs_dim,)."""
         obs = torch.from_numpy(obs_moments.standardise(obs[None]).astype(np.float32)).to(device)
         with torch.no_grad():
-            return agent.actor_mean(obs)[0].cpu().numpy()
+            return agent.actor_mean(obs)[0].float().cpu().numpy()
 
     def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
         """Mean of x over the rows with valid = 1, 0-dim; 0 if there are none."""

@@ -63,7 +63,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: bfloat16
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"  # of products in networks; docs/using.md
     torch_deterministic: bool = False  # only deterministic algorithms: a seed repeats its run on a GPU, too
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
@@ -174,9 +174,9 @@ class Agent(nn.Module):
         networks = self.actor_mean, self.critic
         x = torch.stack([network.features(obs) for network in networks], dim=1)
         weights = zip(*(network.lstm.weights() for network in networks), strict=True)
-        hidden, memory = recurrence(x, keep, memory, *map(torch.stack, weights))
+        hidden, memory = recurrence(x.float(), keep, memory, *map(torch.stack, weights))
         mean, value = self.actor_mean.output(hidden[:, 0]), self.critic.output(hidden[:, 1])
-        return mean, self.actor_logstd, value, memory
+        return mean.float(), self.actor_logstd, value.float(), memory
 
 
 class Recurrent(nn.Module):
@@ -193,7 +193,7 @@ class Recurrent(nn.Module):
 
     def forward(self, obs: Tensor, keep: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         hidden, memory = self.lstm(self.features(obs), keep, memory)
-        return self.output(hidden), memory
+        return self.output(hidden).float(), memory
 
 
 class LSTM(nn.Module):
@@ -211,7 +211,7 @@ class LSTM(nn.Module):
         memory: hidden and cell state before the first step, (n, 2 * hidden_dim); after the last one it is
         returned, too. keep: (T, n, 1), 0 where a step is the first of an episode, else 1.
         """
-        return recurrence(x, keep, memory, *self.weights())
+        return recurrence(x.float(), keep, memory, *self.weights())
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """Those of the inputs, (4 * hidden_dim, input_dim), of the hidden state, and the bias."""
@@ -294,21 +294,22 @@ def recurrence(
 
     Several LSTMs of one size may go side by side: the dimension before n is theirs, of weights the first.
     """
-    if memory.dim() > 2:
-        each = zip(x.unbind(dim=1), memory, by_input, by_hidden, bias, strict=True)
-        hiddens, memories = zip(*(recurrence(own, keep, *more) for own, *more in each), strict=True)
-        return torch.stack(hiddens, dim=1), torch.stack(memories)
-    state = [part[None].contiguous() for part in (memory * keep[0]).chunk(2, dim=-1)]
-    if len(x) == 1:
-        places = slice(None)
-    else:
-        x, closed, places = with_resets(x, keep, by_hidden.shape[1])
-        by_input = torch.cat([by_input, closed], dim=1)
-    weights = [by_input, by_hidden, bias, torch.zeros_like(bias)]
-    # As nn.LSTM calls it: with biases, one layer, no dropout, training, one direction, steps come first.
-    hiddens, _, cell = torch.lstm(x, state, weights, True, 1, 0.0, True, False, False)
-    hiddens = hiddens[places]
-    return hiddens, torch.cat([hiddens[-1], cell[0]], dim=-1)
+    with torch.autocast(x.device.type, enabled=False):  # in float32: it takes many steps
+        if memory.dim() > 2:
+            each = zip(x.unbind(dim=1), memory, by_input, by_hidden, bias, strict=True)
+            hiddens, memories = zip(*(recurrence(own, keep, *more) for own, *more in each), strict=True)
+            return torch.stack(hiddens, dim=1), torch.stack(memories)
+        state = [part[None].contiguous() for part in (memory * keep[0]).chunk(2, dim=-1)]
+        if len(x) == 1:
+            places = slice(None)
+        else:
+            x, closed, places = with_resets(x, keep, by_hidden.shape[1])
+            by_input = torch.cat([by_input, closed], dim=1)
+        weights = [by_input, by_hidden, bias, torch.zeros_like(bias)]
+        # As nn.LSTM calls it: with biases, one layer, no dropout, training, one direction, steps come first.
+        hiddens, _, cell = torch.lstm(x, state, weights, True, 1, 0.0, True, False, False)
+        hiddens = hiddens[places]
+        return hiddens, torch.cat([hiddens[-1], cell[0]], dim=-1)
 
 
 # ---- Run: command line, checkpoints, signals, evaluation, vectors of environments --------------------------
@@ -543,7 +544,10 @@ if __name__ == "__main__":
         torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
     torch.set_num_threads(1)  # small networks; EnvPool has threads of its own
-    torch.set_float32_matmul_precision(args.matmul_precision)
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
+    torch.set_autocast_dtype(device.type, torch.bfloat16)
+    torch.set_autocast_enabled(device.type, args.precision == "bfloat16")
+    torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
     torch.manual_seed(args.seed)
 
     progress = {"global_step": 0, "updates": 0, "returns": [], "successes": []}

@@ -78,7 +78,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: bfloat16
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"  # of products in networks; docs/using.md
     torch_deterministic: bool = False  # only deterministic algorithms: a seed repeats its run on a GPU, too
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
@@ -191,9 +191,9 @@ class Agent(nn.Module):
         networks = self.actor_mean, self.critic
         x = torch.stack([network.features(obs) for network in networks], dim=1)
         weights = zip(*(network.lstm.weights() for network in networks), strict=True)
-        hidden, memory = recurrence(x, keep, memory, *map(torch.stack, weights))
+        hidden, memory = recurrence(x.float(), keep, memory, *map(torch.stack, weights))
         mean, value = self.actor_mean.output(hidden[:, 0]), self.critic.output(hidden[:, 1])
-        return mean, self.actor_logstd, value, memory
+        return mean.float(), self.actor_logstd, value.float(), memory
 
 
 class Recurrent(nn.Module):
@@ -210,7 +210,7 @@ class Recurrent(nn.Module):
 
     def forward(self, obs: Tensor, keep: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         hidden, memory = self.lstm(self.features(obs), keep, memory)
-        return self.output(hidden), memory
+        return self.output(hidden).float(), memory
 
 
 class LSTM(nn.Module):
@@ -228,7 +228,7 @@ class LSTM(nn.Module):
         memory: hidden and cell state before the first step, (n, 2 * hidden_dim); after the last one it is
         returned, too. keep: (T, n, 1), 0 where a step is the first of an episode, else 1.
         """
-        return recurrence(x, keep, memory, *self.weights())
+        return recurrence(x.float(), keep, memory, *self.weights())
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """Those of the inputs, (4 * hidden_dim, input_dim), of the hidden state, and the bias."""
@@ -331,7 +331,9 @@ def lstm_backward_shapes(grads: list[Tensor], saved: list[Tensor]) -> list[Tenso
 
 
 def lstm_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
-    by_gates, by_memory, by_weight = torch.ops.leanrl.lstm_backward([*grads[:2]], [*ctx.saved_tensors])
+    with torch.autocast(grads[0].device.type, enabled=False):
+        result = torch.ops.leanrl.lstm_backward([*grads[:2]], [*ctx.saved_tensors])
+    by_gates, by_memory, by_weight = result
     return by_gates, None, by_memory, by_weight
 
 
@@ -355,14 +357,15 @@ def recurrence(
 
     Several LSTMs of one size may go side by side: the dimension before n is theirs, of weights the first.
     """
-    if memory.dim() == 2:
-        each = (own[None] for own in (memory, by_input, by_hidden, bias))
-        hiddens, memory = recurrence(x[:, None], keep, *each)
-        return hiddens[:, 0], memory[0]
-    # [fast: recurrence as one operation]
-    gates = torch.einsum("tkni,kgi->tkng", x, by_input) + bias[:, None]
-    hiddens, cell, *_ = torch.ops.leanrl.lstm(gates, keep, memory, by_hidden)
-    return hiddens, torch.cat([hiddens[-1], cell], dim=-1)
+    with torch.autocast(x.device.type, enabled=False):  # in float32: it takes many steps
+        if memory.dim() == 2:
+            each = (own[None] for own in (memory, by_input, by_hidden, bias))
+            hiddens, memory = recurrence(x[:, None], keep, *each)
+            return hiddens[:, 0], memory[0]
+        # [fast: recurrence as one operation]
+        gates = torch.einsum("tkni,kgi->tkng", x, by_input) + bias[:, None]
+        hiddens, cell, *_ = torch.ops.leanrl.lstm(gates, keep, memory, by_hidden)
+        return hiddens, torch.cat([hiddens[-1], cell], dim=-1)
 
 
 # [fast: flat] Adam and the clipping of gradients are few operations each.
@@ -701,7 +704,10 @@ if __name__ == "__main__":
         torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
     torch.set_num_threads(1)  # small networks; EnvPool has threads of its own
-    torch.set_float32_matmul_precision(args.matmul_precision)
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
+    torch.set_autocast_dtype(device.type, torch.bfloat16)
+    torch.set_autocast_enabled(device.type, args.precision == "bfloat16")
+    torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
     torch.manual_seed(args.seed)
 
     progress = {"global_step": 0, "updates": 0, "returns": [], "successes": []}

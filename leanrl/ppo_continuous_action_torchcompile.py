@@ -76,7 +76,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: bfloat16
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"  # of products in networks; docs/using.md
     torch_deterministic: bool = False  # only deterministic algorithms: a seed repeats its run on a GPU, too
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
@@ -182,7 +182,7 @@ class Agent(nn.Module):
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # Acting takes `actor_mean` and `actor_logstd` alone.
-        return self.actor_mean(obs), self.actor_logstd, self.critic(obs)
+        return self.actor_mean(obs).float(), self.actor_logstd, self.critic(obs).float()
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
@@ -564,7 +564,10 @@ if __name__ == "__main__":
         torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
     torch.set_num_threads(1)  # small networks: 1.06 times the steps/s with one environment, 0.90 with 64
-    torch.set_float32_matmul_precision(args.matmul_precision)
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
+    torch.set_autocast_dtype(device.type, torch.bfloat16)
+    torch.set_autocast_enabled(device.type, args.precision == "bfloat16")
+    torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
     torch.manual_seed(args.seed)
 
     progress = {"global_step": 0, "updates": 0, "returns": [], "successes": []}
@@ -617,7 +620,7 @@ if __name__ == "__main__":
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def act(obs: Tensor) -> Tensor:  # [fast: one graph]
         """The policy's mean actions (num_envs, action_dim) at obs, on the device."""
-        return agent.actor_mean(obs)
+        return agent.actor_mean(obs).float()
 
     def torch_policy(obs: np.ndarray) -> np.ndarray:
         """The policy's mean actions, (num_envs, action_dim), at standardised obs (num_envs, obs_dim)."""
@@ -634,16 +637,17 @@ if __name__ == "__main__":
 
     others = [layer for layer in agent.actor_mean.children() if type(layer) is not nn.Tanh]
     known = all(type(layer) is nn.Linear and layer.bias is not None for layer in others)
-    act_in_numpy = known and type(agent.actor_mean) is nn.Sequential and args.num_envs <= 256
+    known &= type(agent.actor_mean) is nn.Sequential and args.precision != "bfloat16"
+    act_in_numpy = known and args.num_envs <= 256
     policy = numpy_policy if act_in_numpy else torch_policy
     if not (act_in_numpy or args.evaluate):
-        print("acting in PyTorch: NumPy is for 256 environments at most, Linear and Tanh", file=sys.stderr)
+        print("acting in PyTorch: NumPy is for float32, Linear and Tanh, 256 environments", file=sys.stderr)
 
     def best_action(obs: np.ndarray) -> np.ndarray:
         """The policy's mean action, (action_dim,), at one observation, (obs_dim,)."""
         obs = torch.from_numpy(obs_moments.standardise(obs[None]).astype(np.float32)).to(device)
         with torch.no_grad():
-            return agent.actor_mean(obs)[0].cpu().numpy()
+            return agent.actor_mean(obs)[0].float().cpu().numpy()
 
     def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
         """Mean of x over the rows with valid = 1, 0-dim; 0 if there are none."""

@@ -73,7 +73,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: bfloat16
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"  # of products in networks; docs/using.md
     torch_deterministic: bool = False  # only deterministic algorithms: a seed repeats its run on a GPU, too
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
@@ -171,7 +171,7 @@ class Agent(nn.Module):
         )
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        return self.actor(obs), self.critic(obs)  # acting takes `actor` alone
+        return self.actor(obs).float(), self.critic(obs).float()  # acting takes `actor` alone
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
@@ -533,7 +533,10 @@ if __name__ == "__main__":
         torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
     torch.set_num_threads(1)  # small networks; EnvPool has threads of its own
-    torch.set_float32_matmul_precision(args.matmul_precision)
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
+    torch.set_autocast_dtype(device.type, torch.bfloat16)
+    torch.set_autocast_enabled(device.type, args.precision == "bfloat16")
+    torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
     torch.manual_seed(args.seed)
 
     progress = {"global_step": 0, "updates": 0, "returns": [], "successes": []}
@@ -586,7 +589,7 @@ if __name__ == "__main__":
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def act(obs: Tensor) -> Tensor:  # [fast: one graph]
         """The policy's logits (num_envs, sum(nvec)) at obs (num_envs, obs_dim), on the device."""
-        return agent.actor(obs)
+        return agent.actor(obs).float()
 
     def torch_policy(obs: np.ndarray) -> np.ndarray:
         """The policy's logits, (num_envs, sum(nvec)), at obs (num_envs, obs_dim)."""
@@ -603,10 +606,11 @@ if __name__ == "__main__":
 
     others = [layer for layer in agent.actor.children() if type(layer) is not nn.Tanh]
     known = all(type(layer) is nn.Linear and layer.bias is not None for layer in others)
-    act_in_numpy = known and type(agent.actor) is nn.Sequential and args.num_envs <= 256
+    known &= type(agent.actor) is nn.Sequential and args.precision != "bfloat16"
+    act_in_numpy = known and args.num_envs <= 256
     policy = numpy_policy if act_in_numpy else torch_policy
     if not (act_in_numpy or args.evaluate):
-        print("acting in PyTorch: NumPy is for 256 environments at most, Linear and Tanh", file=sys.stderr)
+        print("acting in PyTorch: NumPy is for float32, Linear and Tanh, 256 environments", file=sys.stderr)
 
     def choose(scores: np.ndarray) -> np.ndarray:
         """The choice of the highest score in each part: (n, len(nvec)) of (n, sum(nvec))."""
@@ -616,7 +620,7 @@ if __name__ == "__main__":
         """The policy's most likely action at one observation, (obs_dim,), as the environment takes it."""
         obs = torch.from_numpy(obs[None].astype(np.float32)).to(device)
         with torch.no_grad():
-            scores = agent.actor(obs).cpu().numpy()
+            scores = agent.actor(obs).float().cpu().numpy()
         return (choose(scores)[0] + first_action).reshape(action_space.shape)[()]
 
     def masked_mean(x: Tensor, valid: Tensor) -> Tensor:

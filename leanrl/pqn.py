@@ -58,7 +58,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: bfloat16
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"  # of products in networks; docs/using.md
     torch_deterministic: bool = False  # only deterministic algorithms: a seed repeats its run on a GPU, too
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
@@ -143,7 +143,7 @@ class QNetwork(nn.Module):
         )
 
     def forward(self, obs: Tensor) -> Tensor:
-        return self.network(obs)
+        return self.network(obs).float()
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
@@ -393,7 +393,10 @@ if __name__ == "__main__":
         torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
     torch.set_num_threads(1)  # small networks; EnvPool has threads of its own
-    torch.set_float32_matmul_precision(args.matmul_precision)
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
+    torch.set_autocast_dtype(device.type, torch.bfloat16)
+    torch.set_autocast_enabled(device.type, args.precision == "bfloat16")
+    torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
     torch.manual_seed(args.seed)
 
     progress = {"global_step": 0, "updates": 0, "returns": [], "successes": []}

@@ -84,7 +84,7 @@ class Args:
     num_seeds: PositiveInt = 4  # the number of agents, whose seeds count up from --seed
     seeds: tuple[NonNegativeInt, ...] | None = None  # the seeds of the agents, in place of those
     cuda: bool = True  # use a CUDA device if there is one
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # high: TF32 on CUDA; medium: bfloat16
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"  # of products in networks; docs/using.md
     torch_deterministic: bool = False  # only deterministic algorithms: a seed repeats its run on a GPU, too
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
@@ -181,7 +181,7 @@ class QNetwork(nn.Module):
         x = torch.cat([obs, actions], dim=1)
         x = F.relu(self.fc1(x))
         x = F.relu(self.fc2(x))
-        return self.fc3(x)
+        return self.fc3(x).float()
 
 
 class Actor(nn.Module):
@@ -196,7 +196,7 @@ class Actor(nn.Module):
     def forward(self, obs: Tensor) -> Tensor:
         x = F.relu(self.fc1(obs))
         x = F.relu(self.fc2(x))
-        return torch.tanh(self.fc_mu(x))
+        return torch.tanh(self.fc_mu(x).float())
 
 
 # [seeds: own random numbers] From a counter, so that an agent's do not depend on the other agents.
@@ -630,7 +630,10 @@ if __name__ == "__main__":
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for cuBLAS, read at its first use
         torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
-    torch.set_float32_matmul_precision(args.matmul_precision)
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
+    torch.set_autocast_dtype(device.type, torch.bfloat16)
+    torch.set_autocast_enabled(device.type, args.precision == "bfloat16")
+    torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
     torch.manual_seed(args.seed)
 
     # [seeds: own runs] Agents begin, step and learn together; each has the folder of a run of its own.

@@ -22,6 +22,7 @@ LEANRL = ROOT / "leanrl"
 # What a passage that is the same in all scripts begins and ends with.
 PASSAGES = {
     "    device = torch.device(": "    torch.set_flush_denormal(",
+    "    torch.set_float32_matmul_precision(": "    torch.set_autocast_cache_enabled(",
     "    name = re.sub(": '        progress["best_eval"] = -math',
     "    def log_losses(": "                sys.exit(",
     "    if args.track:\n        import": "    writer.add_text(",

@@ -215,7 +215,7 @@ def test_summary_bar_and_logs(name, tmp_path, capfd):
     And PyTorch is set as the arguments say.
     """
     options = ("--num-envs", "2", "--exp-name", "an_experiment", *(["--cudagraphs"] if name in TWINS else []))
-    options += ("--matmul-precision", "high")
+    options += ("--precision", "tf32")
     can_flush = torch.set_flush_denormal(False)  # not every processor can
     with patch("torch.cuda.is_available", lambda: False):
         done = play(name, *SHORT[name], *options, cuda=True, directory=tmp_path)

@@ -62,7 +62,7 @@ def expected(*scripts: str) -> list[str]:
     asked = [" -", " -m pytest -q -m gpu tests/test_capture.py"]
     asked += short_runs("both", BOTH) + short_runs("cudagraphs", "--cudagraphs")
     for mode in ("both", "eager", "cudagraphs", "compile", "tf32"):
-        asked += short_runs(mode, f"{BOTH} --matmul-precision high") if mode == "tf32" else []
+        asked += short_runs(mode, f"{BOTH} --precision tf32") if mode == "tf32" else []
         options = f"--seeds 1 --modes {mode} --attempts 1 --time-limit 0.75 --folder FOLDER"
         asked.append(f" -m benchmark.sweep --scripts {' '.join(scripts)} {options}")
     asked.append(" -m benchmark.report FOLDER")

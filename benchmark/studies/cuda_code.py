@@ -69,7 +69,7 @@ SCRIPTS |= {
     "dqn --num-envs 65": ("CartPole-v1", ("--num-envs", "65")),
     "dqn, bytes": ("envs:BytesChoices-v0", ()),  # of tests/envs.py
 }
-TF32 = ("--matmul-precision", "high")
+TF32 = ("--precision", "tf32")
 SCRIPTS |= {
     f"{script} {' '.join(TF32)}": (SCRIPTS[script][0], TF32)
     for script in ("sac_continuous_action", "ppo_continuous_action", "ppo_atari_envpool")
