@@ -308,22 +308,23 @@ def lstm_shapes(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> 
 def lstm_backward(grads: list[Tensor], saved: list[Tensor]) -> list[Tensor]:
     """Gradients by the gates before their nonlinearities, `memory` and `weight` (Greff et al., II-B)."""
     (by_hiddens, by_cell), (keep, memory, weight, hiddens, _, cells, gates) = grads, saved
-    i, f, g, o = gates.chunk(4, dim=-1)
-    before = torch.cat([memory[None], torch.cat([hiddens, cells], dim=-1)[:-1]]) * keep[:, None]
-    last_hiddens, last_cells = before.chunk(2, dim=-1)
-    # What does not depend on later steps, for all steps at once.
-    tanh, forget = cells.tanh(), f * keep[:, None]
-    slopes = [i * (1 - i) * g, f * (1 - f) * last_cells, (1 - g * g) * i, o * (1 - o) * tanh]
-    slopes, slope = torch.cat(slopes, dim=-1), o * (1 - tanh * tanh)
-    by_gates, by_hidden = torch.empty_like(slopes), by_hiddens[-1]
-    by_earlier = torch.cat([torch.zeros_like(by_hiddens[:1]), by_hiddens[:-1]])
-    for t in reversed(range(len(cells))):
-        by_cell = torch.addcmul(by_cell, by_hidden, slope[t])
-        parts = torch.cat([by_cell, by_cell, by_cell, by_hidden], dim=-1)
-        by_gate = torch.mul(slopes[t], parts, out=by_gates[t])
-        by_hidden, by_cell = torch.addcmul(by_earlier[t], by_gate @ weight, keep[t]), by_cell * forget[t]
-    by_memory = torch.cat([by_hidden, by_cell], dim=-1)
-    return [by_gates, by_memory, torch.einsum("tkng,tknh->kgh", by_gates, last_hiddens)]
+    with torch.autocast(gates.device.type, enabled=False):
+        i, f, g, o = gates.chunk(4, dim=-1)
+        before = torch.cat([memory[None], torch.cat([hiddens, cells], dim=-1)[:-1]]) * keep[:, None]
+        last_hiddens, last_cells = before.chunk(2, dim=-1)
+        # What does not depend on later steps, for all steps at once.
+        tanh, forget = cells.tanh(), f * keep[:, None]
+        slopes = [i * (1 - i) * g, f * (1 - f) * last_cells, (1 - g * g) * i, o * (1 - o) * tanh]
+        slopes, slope = torch.cat(slopes, dim=-1), o * (1 - tanh * tanh)
+        by_gates, by_hidden = torch.empty_like(slopes), by_hiddens[-1]
+        by_earlier = torch.cat([torch.zeros_like(by_hiddens[:1]), by_hiddens[:-1]])
+        for t in reversed(range(len(cells))):
+            by_cell = torch.addcmul(by_cell, by_hidden, slope[t])
+            parts = torch.cat([by_cell, by_cell, by_cell, by_hidden], dim=-1)
+            by_gate = torch.mul(slopes[t], parts, out=by_gates[t])
+            by_hidden, by_cell = torch.addcmul(by_earlier[t], by_gate @ weight, keep[t]), by_cell * forget[t]
+        by_memory = torch.cat([by_hidden, by_cell], dim=-1)
+        return [by_gates, by_memory, torch.einsum("tkng,tknh->kgh", by_gates, last_hiddens)]
 
 
 def lstm_backward_shapes(grads: list[Tensor], saved: list[Tensor]) -> list[Tensor]:
@@ -331,9 +332,7 @@ def lstm_backward_shapes(grads: list[Tensor], saved: list[Tensor]) -> list[Tenso
 
 
 def lstm_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
-    with torch.autocast(grads[0].device.type, enabled=False):
-        result = torch.ops.leanrl.lstm_backward([*grads[:2]], [*ctx.saved_tensors])
-    by_gates, by_memory, by_weight = result
+    by_gates, by_memory, by_weight = torch.ops.leanrl.lstm_backward([*grads[:2]], [*ctx.saved_tensors])
     return by_gates, None, by_memory, by_weight
 
 
@@ -357,15 +356,14 @@ def recurrence(
 
     Several LSTMs of one size may go side by side: the dimension before n is theirs, of weights the first.
     """
-    with torch.autocast(x.device.type, enabled=False):  # in float32: it takes many steps
-        if memory.dim() == 2:
-            each = (own[None] for own in (memory, by_input, by_hidden, bias))
-            hiddens, memory = recurrence(x[:, None], keep, *each)
-            return hiddens[:, 0], memory[0]
-        # [fast: recurrence as one operation]
-        gates = torch.einsum("tkni,kgi->tkng", x, by_input) + bias[:, None]
-        hiddens, cell, *_ = torch.ops.leanrl.lstm(gates, keep, memory, by_hidden)
-        return hiddens, torch.cat([hiddens[-1], cell], dim=-1)
+    if memory.dim() == 2:
+        each = (own[None] for own in (memory, by_input, by_hidden, bias))
+        hiddens, memory = recurrence(x[:, None], keep, *each)
+        return hiddens[:, 0], memory[0]
+    # [fast: recurrence as one operation]
+    gates = torch.einsum("tkni,kgi->tkng", x, by_input) + bias[:, None]
+    hiddens, cell, *_ = torch.ops.leanrl.lstm(gates, keep, memory, by_hidden)
+    return hiddens, torch.cat([hiddens[-1], cell], dim=-1)
 
 
 # [fast: flat] Adam and the clipping of gradients are few operations each.
