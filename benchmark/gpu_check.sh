@@ -151,10 +151,13 @@ for name in "$@"; do # without graphs the code is the same
   cp -r "$(cache "$name" both)/." "$(cache "$name" compile)"
 done
 begin 60 0 "twins with --cudagraphs alone" && short_runs cudagraphs --cudagraphs -- "$@"
-for mode in both eager cudagraphs compile tf32; do
-  if [ $mode = tf32 ] && begin 120 120 "twins with both flags and TF32"; then
-    short_runs tf32 --compile --cudagraphs --precision tf32 -- "$@"
-  fi
+for mode in both eager cudagraphs compile tf32 bfloat16_both; do
+  case $mode in tf32 | bfloat16_both)
+    precision=${mode%_both}
+    begin 120 120 "twins with both flags, $precision" &&
+      short_runs $mode --compile --cudagraphs --precision "$precision" -- "$@"
+    ;;
+  esac
   part 120 120 "speed of $mode" "$python" -m benchmark.sweep --scripts "$@" --seeds 1 --modes "$mode" \
     --attempts 1 --time-limit 0.75 --folder "$folder"
 done

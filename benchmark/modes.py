@@ -37,6 +37,8 @@ MODES = {
     "cudagraphs": Mode("LeanRL", "_torchcompile", ("--cudagraphs",)),
     "both": Mode("LeanRL", "_torchcompile", BOTH),
     "tf32": Mode("LeanRL", "_torchcompile", (*BOTH, "--precision", "tf32")),
+    "bfloat16": Mode("LeanRL", "_torchcompile", (*COMPILE, "--precision", "bfloat16")),
+    "bfloat16_both": Mode("LeanRL", "_torchcompile", (*BOTH, "--precision", "bfloat16")),
     # As many agents in a process as that script trains by default, whose seeds count up from that of the run.
     "seeds": Mode("LeanRL seeds, {agents} agents", "_seeds", COMPILE),
     "seeds_both": Mode("LeanRL seeds, {agents} agents", "_seeds", BOTH),

@@ -114,7 +114,7 @@ def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> 
     """Train in this process, in a temporary directory unless told another; returns what INNER names.
 
     "logged" has what it wrote to TensorBoard, by name: steps and values. Afterwards signals mean what they
-    did before, and the folder of the run is no longer locked.
+    did before, the folder of the run is no longer locked, and autocast is off.
     """
     path, logged = str(LEANRL / f"{name}.py"), {}
     argv = [path, *map(str, alone(name, args)), "--cuda" if cuda else "--no-cuda"]
@@ -134,6 +134,8 @@ def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> 
                 signal.signal(number, handler)
             for call in acquire.call_args_list:
                 call.args[0].release(force=True)
+            torch.set_autocast_enabled("cpu", False)
+            torch.set_autocast_enabled("cuda", False)
     for _, tag, value, step in (call.args for call in add.call_args_list):
         logged.setdefault(tag, []).append((step, float(value)))
     return {name: value for name, value in result.items() if name in INNER} | {"logged": logged}

@@ -61,8 +61,9 @@ def expected(*scripts: str) -> list[str]:
 
     asked = [" -", " -m pytest -q -m gpu tests/test_capture.py"]
     asked += short_runs("both", BOTH) + short_runs("cudagraphs", "--cudagraphs")
-    for mode in ("both", "eager", "cudagraphs", "compile", "tf32"):
-        asked += short_runs(mode, f"{BOTH} --precision tf32") if mode == "tf32" else []
+    for mode in ("both", "eager", "cudagraphs", "compile", "tf32", "bfloat16_both"):
+        precision = {"tf32": "tf32", "bfloat16_both": "bfloat16"}.get(mode)
+        asked += short_runs(mode, f"{BOTH} --precision {precision}") if precision else []
         options = f"--seeds 1 --modes {mode} --attempts 1 --time-limit 0.75 --folder FOLDER"
         asked.append(f" -m benchmark.sweep --scripts {' '.join(scripts)} {options}")
     asked.append(" -m benchmark.report FOLDER")
@@ -83,7 +84,7 @@ def test_all_parts_are_done_in_order_with_the_compile_caches_of_the_sweep(tmp_pa
     assert status == 0, printed
     assert notes == expected(*COLLECTION)
     # They count as warm, and compiled code is there without graphs, too.
-    for mode in ("both", "compile", "tf32", "cudagraphs"):
+    for mode in ("both", "compile", "tf32", "bfloat16_both", "cudagraphs"):
         cache = tmp_path / "out" / "cache" / f"sac_continuous_action-{mode}-HalfCheetah-v4"
         assert {path.name for path in cache.iterdir()} == {"used", "code"}
     copies = [*(tmp_path / "out").glob("*_reduce_overhead.py")]
@@ -94,7 +95,7 @@ def test_all_parts_are_done_in_order_with_the_compile_caches_of_the_sweep(tmp_pa
         assert "(6 if cudagraphs" not in content
 
 
-@pytest.mark.parametrize(("parts", "count"), [("<->", 1), ("-m ", 9), ("leanrl/", 3)])
+@pytest.mark.parametrize(("parts", "count"), [("<->", 1), ("-m ", 10), ("leanrl/", 4)])
 def test_parts_that_fail_are_told_and_the_others_are_done(parts, count, tmp_path):
     status, printed, notes = check(tmp_path, *SAC, MISBEHAVES=parts, MISBEHAVIOUR="echo why >&2; exit 3")
     assert (status, notes) == (1, expected(*SAC))

@@ -8,9 +8,9 @@ import numpy as np
 from benchmark.modes import MODES
 from benchmark.report.tables import busy_per_million, by, in_order, name_of, processor, timed
 
-# The colours of Okabe and Ito, and a brown and a violet, which colour-blind readers can tell apart.
-HUES = ("#E69F00", "#56B4E9", "#0072B2", "#000000", "#009E73", "#D55E00", "#CC79A7", "#F0E442")
-HUES += ("#8C510A", "#5E3C99")
+# The colours of Okabe and Ito, and four more which colour-blind readers can tell apart.
+HUES = ("#E69F00", "#56B4E9", "#0072B2", "#000000", "#009E73", "#D55E00", "#882255", "#44AA99", "#CC79A7")
+HUES += ("#F0E442", "#8C510A", "#5E3C99")
 GREYS = ("#BBBBBB", "#B0A090", "#908070", "#706050", "#999999", "#555555", "#303030")  # of other libraries
 COLOURS = dict(zip(MODES, GREYS + HUES, strict=True))
 

@@ -58,9 +58,10 @@ class Args:
     scripts: tuple[str, ...] = tuple(COLLECTION)
     """eager scripts; the other modes run their siblings"""
     modes: tuple[str, ...] | None = None
-    """eager, twin (no flag), compile, cudagraphs, both, tf32 (both with --precision tf32); of several
-    agents in a process seeds (compile) and seeds_both; of several processes ranks (compile) and ranks_both;
-    with --peers also cleanrl, sb3 and sbx; with --leanrl also leanrl, leanrl_compile and leanrl_both"""
+    """eager, twin (no flag), compile, cudagraphs, both, tf32 (both with --precision tf32), bfloat16 (compile)
+    and bfloat16_both; of several agents in a process seeds (compile) and seeds_both; of several processes
+    ranks (compile) and ranks_both; with --peers also cleanrl, sb3, sbx, rltools; with --leanrl also leanrl,
+    leanrl_compile and leanrl_both"""
     seeds: tuple[int, ...] | None = None
     """seeds, each a round of all that is compared"""
     env_ids: tuple[str, ...] | None = None

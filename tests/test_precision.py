@@ -1,0 +1,67 @@
+"""--precision bfloat16: networks compute in bfloat16, and nothing else does."""
+
+import conftest
+import numpy as np
+import pytest
+import torch
+from conftest import SCRIPTS, SEEDS, SHORT, TWINS, play, rates, run
+from test_twins import train, train_compiled
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BFLOAT16 = ("--precision", "bfloat16")
+# What autocast computes in bfloat16, and the gradients of that; what a twin's LSTM computes is not seen.
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"}
+
+
+class Products(TorchDispatchMode):
+    """Notes the types of all matrix products and convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in PRODUCTS:
+            self.dtypes |= {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])
+def test_products_are_of_bfloat16_and_all_that_is_kept_is_not(name):
+    with Products() as products:
+        result = play(name, *SHORT[name], *BFLOAT16)
+    assert products.dtypes == {torch.bfloat16}
+    assert result["updates"] > 0
+    kept = [value.dtype for value in conftest.numbers(result).values()]
+    assert torch.float32 in kept and torch.bfloat16 not in kept
+
+
+def test_products_are_of_float32_by_default():
+    with Products() as products:
+        play("sac_continuous_action", *SHORT["sac_continuous_action"])
+    assert products.dtypes == {torch.float32}
+
+
+def test_weights_are_those_of_the_last_update():
+    """Autocast would keep the first ones in bfloat16 for good."""
+    name, obs = "ppo_continuous_action", np.ones(17)
+    result = run(name, *SHORT[name], *rates(name, 0.01), *BFLOAT16)
+    exact = result["best_action"](obs)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=torch.is_autocast_cache_enabled()):
+        rounded = result["best_action"](obs)
+    assert 0 < np.abs(rounded - exact).max() < 0.05 * np.abs(exact).max()
+
+
+def deviation(numbers: dict, others: dict) -> float:
+    """The mean distance between first moments of a network's gradients, in units of their length."""
+    moments = [name for name, value in others.items() if "exp_avg." in name and value.any()]
+    assert len(moments) > 10
+    return np.mean([(numbers[name] - others[name]).norm() / others[name].norm() for name in moments])
+
+
+def test_eager_twin_and_compiled_twin_round_alike():
+    name = "ppo_continuous_action"
+    exact, case = conftest.numbers(train((name, ()))), (name, BFLOAT16)
+    eager = conftest.numbers(train(case))
+    for other in (train(case, "_torchcompile"), train_compiled(case)):
+        assert deviation(conftest.numbers(other), eager) < 0.1 * deviation(eager, exact)
