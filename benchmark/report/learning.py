@@ -134,17 +134,19 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
 
 
 def ablation_table(lines: list[dict]) -> str:
-    """Mean return of the last training episodes of each variant, below that of the defaults."""
+    """Mean return of the last training episodes of each variant, below that of defaults of as many steps."""
     path = RESULTS / "learning.jsonl"
     whole = [line | {"variant": "default"} for line in (results.read(path) if path.exists() else [])]
-    compared = {(line["algorithm"], line["env_id"]) for line in lines}
-    lines = [line for line in [*whole, *lines] if (line["algorithm"], line["env_id"]) in compared]
-    rows = []
+    compared = set(by(lines, "algorithm", "env_id", "steps"))
+    whole = [line for line in whole if {*by([line], "algorithm", "env_id", "steps")} <= compared]
+    lines, rows = [*whole, *lines], []
     for (env_id, _), of_env in by(trained(lines), "env_id", "steps").items():
-        for (variant,), runs in by(of_env, "variant").items():
+        ambiguous = len(by(of_env, "variant")) < len(by(of_env, "variant", "algorithm"))
+        for (variant, algorithm), runs in by(of_env, "variant", "algorithm").items():
+            name = f"{algorithm}, {variant}" if ambiguous else variant
             values = [told(run["episodic_return"]) for run in runs]
             most = millions(max(run["total_timesteps"] for run in runs))
-            rows.append([f"{env_id}: {variant}", most, str(len(runs)), reached(runs), ", ".join(values)])
+            rows.append([f"{env_id}: {name}", most, str(len(runs)), reached(runs), ", ".join(values)])
     table = markdown(["", "steps", "seeds", "mean return [95 % interval]", "by seed"], rows)
     return f"{table}\n\n{made_with(lines)}"
 
