@@ -601,11 +601,12 @@ if __name__ == "__main__":
         same = np.allclose(numpy_values(example.numpy()), host_network(example), atol=1e-2)
     except (ValueError, IndexError):  # other layers, or layers that do not follow each other
         same = False
-    act_in_numpy = same and not [*q_network.buffers()] and obs_dtype == np.float32 and args.num_envs <= 64
+    same &= not [*q_network.buffers()] and args.precision != "bfloat16"
+    act_in_numpy = same and obs_dtype == np.float32 and args.num_envs <= 64
     policy = numpy_policy if act_in_numpy else torch_policy
     epsilon = epsilon.cpu() if act_in_numpy else epsilon
     if not (act_in_numpy or args.evaluate):
-        print("acting in PyTorch: NumPy is for 64 environments, floats, Linear and ReLU", file=sys.stderr)
+        print("acting in PyTorch: NumPy is for 64 environments, float32, Linear and ReLU", file=sys.stderr)
 
     def best_action(obs: np.ndarray) -> int:
         """The action of the highest value at one observation, (obs_dim,)."""

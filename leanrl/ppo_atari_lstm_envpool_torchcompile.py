@@ -250,7 +250,7 @@ def lstm(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> list[Te
     hiddens = gates.new_empty(*gates.shape[:-1], width)
     cells = torch.empty_like(hiddens)
     for t in range(len(gates)):
-        gate = gates[t].baddbmm_(hidden * keep[t], weight.mT)
+        gate = gates[t].baddbmm_(hidden * keep[t], weight.mT)  # in place: in float32 under autocast, too
         gate[..., : 2 * width].sigmoid_()
         i, f, g, o = gate.chunk(4, dim=-1)
         cell = torch.mul(f, cell * keep[t], out=cells[t]).addcmul_(i, g.tanh_())

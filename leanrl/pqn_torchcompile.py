@@ -605,11 +605,12 @@ if __name__ == "__main__":
         same = np.allclose(numpy_policy(example.numpy()), host_network(example), atol=1e-2)
     except (ValueError, IndexError):  # other layers, or layers that do not follow each other
         same = False
-    act_in_numpy = same and not [*q_network.buffers()] and args.num_envs <= 64
+    same &= not [*q_network.buffers()] and args.precision != "bfloat16"
+    act_in_numpy = same and args.num_envs <= 64
     policy = numpy_policy if act_in_numpy else torch_policy
     if not (act_in_numpy or args.evaluate):
         print(
-            "acting in PyTorch: NumPy is for 64 environments at most, Linear, LayerNorm, ReLU",
+            "acting in PyTorch: NumPy is for float32, Linear, LayerNorm, ReLU, 64 environments at most",
             file=sys.stderr,
         )
 

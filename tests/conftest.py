@@ -127,6 +127,7 @@ def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> 
         patch.object(FileLock, "acquire", autospec=True, side_effect=FileLock.acquire) as acquire,
         patch.object(SummaryWriter, "add_scalar", autospec=True, side_effect=SummaryWriter.add_scalar) as add,
     ):
+        torch.set_autocast_cache_enabled(True)  # PyTorch's default, which an earlier run has changed
         try:
             result = runpy.run_path(path, run_name="__main__")
         finally:

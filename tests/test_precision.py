@@ -1,10 +1,12 @@
 """--precision bfloat16: networks compute in bfloat16, and nothing else does."""
 
+import re
+
 import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, SEEDS, SHORT, TWINS, play, rates, run
+from conftest import MULTIGPU, SCRIPTS, SEEDS, SHORT, TWINS, play, rates, run
 from test_twins import train, train_compiled
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,12 +28,15 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])
+@pytest.mark.parametrize("name", [*SCRIPTS, *TWINS, *SEEDS, *MULTIGPU])
 def test_products_are_of_bfloat16_and_all_that_is_kept_is_not(name):
+    short = SHORT[re.sub("_seeds$|_multigpu$", "", name)]
     with Products() as products:
-        result = play(name, *SHORT[name], *BFLOAT16)
+        result = play(name, *short, *BFLOAT16)
     assert products.dtypes == {torch.bfloat16}
     assert result["updates"] > 0
+    if name in SEEDS:  # whose agents have returns of their own
+        result |= {"returns": []}
     kept = [value.dtype for value in conftest.numbers(result).values()]
     assert torch.float32 in kept and torch.bfloat16 not in kept
 
@@ -59,9 +64,10 @@ def deviation(numbers: dict, others: dict) -> float:
     return np.mean([(numbers[name] - others[name]).norm() / others[name].norm() for name in moments])
 
 
-def test_eager_twin_and_compiled_twin_round_alike():
-    name = "ppo_continuous_action"
+# A twin's LSTM takes the products of its inputs in bfloat16, the eager script's does not.
+@pytest.mark.parametrize(("name", "share"), [("ppo_continuous_action", 0.1), ("ppo_lstm", 1)])
+def test_eager_twin_and_compiled_twin_round_alike(name, share):
     exact, case = conftest.numbers(train((name, ()))), (name, BFLOAT16)
     eager = conftest.numbers(train(case))
     for other in (train(case, "_torchcompile"), train_compiled(case)):
-        assert deviation(conftest.numbers(other), eager) < 0.1 * deviation(eager, exact)
+        assert deviation(conftest.numbers(other), eager) < share * deviation(eager, exact)

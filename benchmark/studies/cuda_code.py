@@ -69,9 +69,9 @@ SCRIPTS |= {
     "dqn --num-envs 65": ("CartPole-v1", ("--num-envs", "65")),
     "dqn, bytes": ("envs:BytesChoices-v0", ()),  # of tests/envs.py
 }
-TF32 = ("--precision", "tf32")
 SCRIPTS |= {
-    f"{script} {' '.join(TF32)}": (SCRIPTS[script][0], TF32)
+    f"{script} --precision {precision}": (SCRIPTS[script][0], ("--precision", precision))
+    for precision in ("tf32", "bfloat16")
     for script in ("sac_continuous_action", "ppo_continuous_action", "ppo_atari_envpool")
 }
 # Many agents in one graph, with replay buffers of which 64 have room on a small machine.
