@@ -86,7 +86,7 @@ class Args:
     num_seeds: PositiveInt = 4  # the number of agents, whose seeds count up from --seed
     seeds: tuple[NonNegativeInt, ...] | None = None  # the seeds of the agents, in place of those
     cuda: bool = True  # use a CUDA device if there is one
-    precision: Literal["float32", "tf32", "bfloat16"] = "float32"  # of products in networks; docs/using.md
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"  # of networks; bfloat16 is for AMX and GPUs
     torch_deterministic: bool = False  # only deterministic algorithms: a seed repeats its run on a GPU, too
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
