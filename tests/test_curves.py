@@ -142,6 +142,12 @@ def test_variants_have_a_table_of_their_own(sweep, monkeypatch):
     assert rows() == ["truncation", "both"]
     results.replace(learning.RESULTS / "learning.jsonl", [line(1, 500.0), line(1, 500.0, "Hopper-v4")])
     assert rows() == ["default", "truncation", "both"]
+    longer = line(1, 500.0, steps=3_000_000)
+    results.replace(learning.RESULTS / "learning.jsonl", [longer])
+    assert rows() == ["truncation", "both"]
+    other = line(2, 500.0, algorithm="sac_continuous_action", variant="both")
+    results.append(learning.RESULTS / "ablation.jsonl", other)
+    assert {*rows()} == {f"{TD3}, truncation", f"{TD3}, both", "sac_continuous_action, both"}
 
 
 def test_plots_have_a_row_an_environment():

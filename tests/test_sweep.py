@@ -377,7 +377,7 @@ def refused(capsys, folder: Path, *args, gpus: tuple[str, ...] = ()) -> list[str
     return capsys.readouterr().err.splitlines()
 
 
-MATMUL = "--options does not take precision, which the mode tf32 sets"
+PRECISION = "--options does not take precision, which the mode tf32 sets"
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ MATMUL = "--options does not take precision, which the mode tf32 sets"
         (["--runs-per-gpu", "2"], "--runs-per-gpu takes 1 where there is no GPU"),
         (["--options", "seed", "5"], "--options does not take seed: use --seeds"),
         (["--options", "seeds", "5", "--modes", "seeds"], "--options does not take seeds: use --seeds"),
-        (["--options", "precision", "float32", "--modes", "tf32"], MATMUL),
+        (["--options", "precision", "float32", "--modes", "tf32"], PRECISION),
         (["--options", "env_id", "Acrobot-v1"], "--options does not take env-id: use --env-ids, "),
         (["--options", "no-compile", ""], "--options does not take no-compile: use --modes"),
         (["--options", "num-envs", "2", "evaluate", "runs"], "--options does not take evaluate: use the "),
