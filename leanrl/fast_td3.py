@@ -10,7 +10,8 @@
 """FastTD3: TD3 with a distributional critic and many parallel environments, for continuous actions.
 
 Paper: Seo et al., "FastTD3: Simple, Fast, and Capable Reinforcement Learning for Humanoid Control",
-       arXiv:2505.22642. Its critic is that of Bellemare et al., arXiv:1707.06887.
+       arXiv:2505.22642. The critic's equations are those of Bellemare et al., "A Distributional Perspective
+       on Reinforcement Learning", arXiv:1707.06887.
 Run:   python fast_td3.py --env-id CheetahRun-v1
 Twin:  fast_td3_torchcompile.py computes the same, compiled and captured. Read their diff.
 
@@ -19,7 +20,7 @@ Deviations from the paper's code, the first for two cores of a CPU; docs/fast_td
 - batches are drawn from all rows alike; of the newest rows, too, whose returns have fewer steps;
 - exploring actions are kept in [-1, 1], in the replay buffer as well;
 - observations are standardised by what the environments gave, not also by each batch that was drawn;
-- gradient steps are made while the environments step: they see the buffer up to the step before.
+- the gradient steps come before the environment step: they see the buffer up to the previous transition.
 """
 
 import time
@@ -35,7 +36,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -653,22 +653,17 @@ if __name__ == "__main__":
     eval_every, checkpoint_every = args.eval_every or math.inf, args.checkpoint_every or math.inf  # never
     startup_seconds = time.perf_counter() - START_TIME
     sps, sps_step, sps_time = None, global_step, time.perf_counter()
-    with closing(envs), writer, bar, ThreadPoolExecutor(1) as stepper:
+    with closing(envs), writer, bar:
         while not last:
             if updates == first_update:
                 sps_step, sps_time = global_step, time.perf_counter()  # from the first step that learns
             actions = act(torch.from_numpy(obs).to(device, non_blocking=True)).cpu().numpy()  # sync
-            # EnvPool's threads step while gradient steps are made: 1.1 times the steps/s on two cores.
-            # Gymnasium's environments may render, which belongs to this thread.
-            step = partial(envs.step, actions)
-            if args.env_backend == "envpool":
-                step = stepper.submit(step).result
 
             for _ in range(args.num_updates if global_step > args.learning_starts else 0):
                 update(updates % args.policy_frequency == 0)  # a GPU still works while the environments step
                 updates += 1
 
-            next_obs, rewards, terminated, truncated, infos = step()
+            next_obs, rewards, terminated, truncated, infos = envs.step(actions)
             position, global_step = global_step % capacity, global_step + args.num_envs
             final_obs, over = next_obs.copy(), terminated | truncated
             episode_return += rewards

@@ -11,7 +11,8 @@
 """FastTD3: TD3 with a distributional critic and many parallel environments, for continuous actions.
 
 Paper: Seo et al., "FastTD3: Simple, Fast, and Capable Reinforcement Learning for Humanoid Control",
-       arXiv:2505.22642. Its critic is that of Bellemare et al., arXiv:1707.06887.
+       arXiv:2505.22642. The critic's equations are those of Bellemare et al., "A Distributional Perspective
+       on Reinforcement Learning", arXiv:1707.06887.
 Run:   python fast_td3_torchcompile.py --env-id CheetahRun-v1 --compile --cudagraphs
 Twin:  fast_td3.py, eager, computes the same, up to rounding and random numbers. Read their diff.
 Tags, at each place that differs; docs/tricks.md has a chapter on each:
@@ -22,14 +23,15 @@ Tags, at each place that differs; docs/tricks.md has a chapter on each:
 - [fast: numbers as tensors] a graph would freeze a number that changes;
 - [fast: losses in place] tensors to write to: what a captured function returns is cloned at each call;
 - [fast: graph capture] a CUDA graph launches a whole gradient step at once;
-- [fast: warm-up] all is compiled and captured before the first step, on the state, which is then put back.
+- [fast: warm-up] all is compiled and captured before the first step, on the state, which is then put back;
+- [fast: overlapped copy] a GPU copies actions to the host while gradient steps are launched.
 
 Deviations from the paper's code, the first for two cores of a CPU; docs/fast_td3.md has its sizes:
 - 64 environments (1024), batches of 512 (32,768), networks from 256 units (critics from 1024, the actor 512);
 - batches are drawn from all rows alike; of the newest rows, too, whose returns have fewer steps;
 - exploring actions are kept in [-1, 1], in the replay buffer as well;
 - observations are standardised by what the environments gave, not also by each batch that was drawn;
-- gradient steps are made while the environments step: they see the buffer up to the step before.
+- the gradient steps come before the environment step: they see the buffer up to the previous transition.
 """
 
 import time
@@ -45,7 +47,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -813,24 +814,24 @@ if __name__ == "__main__":
     first_update, saved_step = updates, global_step
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
     eval_every, checkpoint_every = args.eval_every or math.inf, args.checkpoint_every or math.inf  # never
+    actions_arrived = torch.get_device_module(device).Event()  # [fast: overlapped copy]
     startup_seconds = time.perf_counter() - START_TIME
     sps, sps_step, sps_time = None, global_step, time.perf_counter()
-    with closing(envs), writer, bar, ThreadPoolExecutor(1) as stepper:
+    with closing(envs), writer, bar:
         while not last:
             if updates == first_update:
                 sps_step, sps_time = global_step, time.perf_counter()  # from the first step that learns
-            actions = act(torch.from_numpy(obs).to(device, non_blocking=True)).cpu().numpy()  # sync
-            # EnvPool's threads step while gradient steps are made: 1.1 times the steps/s on two cores.
-            # Gymnasium's environments may render, which belongs to this thread.
-            step = partial(envs.step, actions)
-            if args.env_backend == "envpool":
-                step = stepper.submit(step).result
+            # [fast: overlapped copy] It is under way: `actions` shows them only after `synchronize`.
+            actions = act(torch.from_numpy(obs).to(device, non_blocking=True))
+            actions = actions.to("cpu", non_blocking=True).numpy()
+            actions_arrived.record()
 
             for _ in range(args.num_updates if global_step > args.learning_starts else 0):
                 update(updates % args.policy_frequency == 0)  # a GPU still works while the environments step
                 updates += 1
 
-            next_obs, rewards, terminated, truncated, infos = step()
+            actions_arrived.synchronize()  # [fast: overlapped copy] sync
+            next_obs, rewards, terminated, truncated, infos = envs.step(actions)
             position, global_step = global_step % capacity, global_step + args.num_envs
             final_obs, over = next_obs.copy(), terminated | truncated
             episode_return += rewards

@@ -6,7 +6,7 @@ import envpool
 import numpy as np
 import pytest
 import torch
-from conftest import SHORT, assert_same_numbers, changed, draws_of_a_twin, load, run
+from conftest import assert_same_numbers, draws_of_a_twin, load, run
 
 # How many coordinates of the position, which can be 0, an observation leaves out.
 HIDDEN = {"HalfCheetah": 1, "Hopper": 1, "Walker2d": 1, "Ant": 2, "Humanoid": 2, "InvertedPendulum": 0}
@@ -102,20 +102,6 @@ def test_only_critics_see_a_privileged_state():
     assert not np.array_equal(eager["best_action"](seen), action)
     alone = run("fast_td3", *go1, *small, "--obs-keys", "state")
     assert alone["state"]["qf1"].fc1.in_features == 48 + 12
-
-
-def test_environments_of_envpool_step_while_gradient_steps_are_made():
-    """FastTD3's begin before a gradient step ends, and the run is that of one after the other."""
-    args = ("--env-id", "CartpoleSwingup-v1", "--env-backend", "envpool", *SHORT["fast_td3"])
-    with changed("fast_td3", "step = stepper.submit(step).result", "pass"):
-        in_turn = run("fast_td3", *args)
-    begins = ("class SameStep(Pool):", "begun = __import__('threading').Event()\n\n\nclass SameStep(Pool):")
-    begins += ("infos = super().step(actions)", "infos = begun.set() or super().step(actions)")
-    waits = ("updates += 1\n", "updates += 1\n                assert begun.wait(10)\n")
-    with changed("fast_td3", *begins, *waits, "= step()\n", "= step()\n            begun.clear()\n"):
-        beside = run("fast_td3", *args)
-    assert beside["updates"] > 10
-    assert_same_numbers(in_turn, beside)
 
 
 def test_what_envpool_lacks_is_refused(refusal):

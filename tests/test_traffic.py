@@ -15,7 +15,7 @@ EACH_STEP = ("--train-frequency", 1, "--target-network-frequency", 2)
 ROLLOUTS = ("--num-steps", 8, "--num-minibatches", 2, "--update-epochs", 2)
 STEADY = slice(24, 40)  # of the steps: two rollouts, or an even number of gradient steps
 EVENTS = ("to the device", "to the host", "wait", "operation")
-OVERLAPPED = [*SEEDS, "sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile"]
+OVERLAPPED = [*SEEDS, *(name for name in ACTOR_CRITIC if name in TWINS)]
 
 
 def row(command: str) -> str:
