@@ -32,7 +32,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NoReturn
@@ -50,6 +50,7 @@ from tqdm import tqdm
 
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
+JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
 FIXED = ("env_id", "seed", "num_envs")  # --resume may not change these
 
 
@@ -73,6 +74,7 @@ class Args:
     eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
 
     env_id: str = "Breakout-v5"  # the id of the game: any Atari game of EnvPool
+    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # more arguments of the environment
     total_timesteps: PositiveInt = 10_000_000  # agent steps in all; a rollout beyond them is left out
     learning_rate: NonNegativeFloat = 2.5e-4  # the learning rate at the start
     num_envs: PositiveInt = 8  # the number of parallel environments
@@ -144,9 +146,13 @@ def make_envs(args: Args, step: int, videos: Path | None = None, learning: bool 
         refuse(f"--env-id takes an Atari game of EnvPool, such as Breakout-v5, not {args.env_id}")
     # Seeds of 31 bits. From one EnvPool would count up: seeds 1 and 2 would share all games but one.
     seeds = np.random.SeedSequence([args.seed, step, not learning]).generate_state(args.num_envs) >> 1
-    options = {"seed": seeds.tolist(), "num_threads": args.env_threads, "env_type": "gymnasium"}
+    options = args.env_kwargs | {"seed": seeds.tolist(), "num_threads": args.env_threads}
     options |= {"num_envs": args.num_envs, "episodic_life": True, "reward_clip": learning, "stack_num": 1}
-    games = envpool.make(args.env_id, render_mode="rgb_array" if videos else None, **options)
+    options |= {"env_type": "gymnasium", "render_mode": "rgb_array" if videos else None}
+    try:
+        games = envpool.make(args.env_id, **options)
+    except (TypeError, RuntimeError) as error:
+        refuse(f"--env-kwargs: {error}")
     return Games(games, args.num_envs, videos, learning)
 
 
@@ -300,7 +306,8 @@ def parse_args() -> tuple[Args, dict]:
         refuse("--resume and --evaluate exclude each other")
     if args.resume or args.evaluate:
         checkpoint = load_checkpoint(args)
-        kept = vars(args).keys() if args.resume else {"env_id", "env_backend", "obs_keys", "actor_hidden_dim"}
+        kept = {"env_id", "env_kwargs", "env_backend", "obs_keys", "actor_hidden_dim"}
+        kept = kept if args.evaluate else vars(args).keys()
         saved = {name: checkpoint["args"][name] for name in sorted(kept & checkpoint["args"].keys())}
         args = tyro.cli(Args, args=command_line(), default=Args(**saved))  # again, over these
     try:

@@ -44,7 +44,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn
@@ -66,6 +66,7 @@ from tqdm import tqdm
 
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
+JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
 FIXED = ("env_id", "obs_keys", "seed", "num_envs")  # --resume may not change these
 
 
@@ -91,6 +92,7 @@ class Args:
     cudagraphs: bool = False  # capture the policy, the preparation of the batch and the gradient step
 
     env_id: str = "CartPole-v1"  # the id of the environment: any with discrete actions
+    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # more arguments of the environment
     obs_keys: tuple[str, ...] | None = None  # the parts of an observation that the agent sees, else all
     total_timesteps: PositiveInt = 500_000  # agent steps in all; a rollout beyond them is left out
     learning_rate: NonNegativeFloat = 2.5e-4  # the learning rate at the start
@@ -470,7 +472,8 @@ def parse_args() -> tuple[Args, dict]:
         refuse("--resume and --evaluate exclude each other")
     if args.resume or args.evaluate:
         checkpoint = load_checkpoint(args)
-        kept = vars(args).keys() if args.resume else {"env_id", "env_backend", "obs_keys", "actor_hidden_dim"}
+        kept = {"env_id", "env_kwargs", "env_backend", "obs_keys", "actor_hidden_dim"}
+        kept = kept if args.evaluate else vars(args).keys()
         saved = {name: checkpoint["args"][name] for name in sorted(kept & checkpoint["args"].keys())}
         args = tyro.cli(Args, args=command_line(), default=Args(**saved))  # again, over these
     try:
@@ -571,8 +574,9 @@ def evaluate(
 
 def make(args: Args, videos: Path | None) -> gym.Env:
     """What `gym.make` gives; errors of an environment of the user's own keep their traceback."""
+    kwargs = args.env_kwargs | ({"render_mode": "rgb_array"} if videos else {})
     try:
-        return gym.make(args.env_id, **({"render_mode": "rgb_array"} if videos else {}))
+        return gym.make(args.env_id, **kwargs)
     except gym.error.Error as error:  # such as of an id that there is not
         refuse(f"--env-id {args.env_id}: {error}")
     except Exception as error:
@@ -616,14 +620,12 @@ class Pool(gym.Wrapper):
             import envpool
         except ImportError:
             refuse("--env-backend envpool needs the package envpool: requirements/envpool.txt")
-        if args.env_id not in envpool.list_all_envs():
-            refuse(f"--env-id {args.env_id}: EnvPool has no such environment")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        options = {"num_envs": len(seeds), "num_threads": min(args.env_threads or cores, len(seeds))}
-        options |= {"seed": [seed >> 1 for seed in seeds], "render_mode": "rgb_array" if filmed else None}
+        kwargs = args.env_kwargs | {"num_envs": len(seeds), "render_mode": "rgb_array" if filmed else None}
+        kwargs |= {"num_threads": min(args.env_threads or cores, len(seeds)), "seed": [s >> 1 for s in seeds]}
         try:
-            super().__init__(envpool.make(args.env_id, "gymnasium", **options))
-        except (ImportError, RuntimeError) as error:  # of what an environment needs
+            super().__init__(envpool.make(args.env_id, "gymnasium", **kwargs))
+        except (AssertionError, TypeError, ImportError, RuntimeError) as error:  # the last: of what it needs
             refuse(f"--env-id {args.env_id}: {error}")
         if self.env.config.get("max_num_players", 1) > 1:
             refuse(f"--env-id {args.env_id}: more than one player")

@@ -107,4 +107,4 @@ def test_only_critics_see_a_privileged_state():
 def test_what_envpool_lacks_is_refused(refusal):
     for name, env_id in (("ppo", "envs:ScriptedChoices-v0"), ("ppo_continuous_action", "envs:Scripted-v0")):
         line = refusal(name, run, "--env-backend", "envpool", "--env-id", env_id)
-        assert line.startswith(f"--env-id {env_id}: EnvPool has no such environment")
+        assert line.startswith(f"--env-id {env_id}: {env_id} is not supported")

@@ -15,6 +15,7 @@ from conftest import (
     ON_POLICY,
     PPO,
     PQN,
+    SHORT,
     changed,
     gradient_steps,
     instances,
@@ -481,3 +482,14 @@ def test_breakout_has_steps_and_ends_as_the_scripted_games():
         assert np.all(ended[over])
         whole, lost = whole + np.count_nonzero(over), lost + np.count_nonzero(ended & ~over)
     assert lost > whole > 5
+
+
+@pytest.mark.parametrize("name", ATARI)
+def test_games_take_arguments_of_their_own(name, refusal):
+    """Sticky actions, for instance; what a script sets itself stays as it is."""
+    script = load(name)
+    kwargs = {"full_action_space": True, "repeat_action_probability": 0.25, "episodic_life": False}
+    games = script["make_envs"](script["Args"](env_kwargs=kwargs), 0)
+    assert games.env.action_space.n == 18
+    assert games.env.config["repeat_action_probability"] == 0.25 and games.env.config["episodic_life"]
+    assert "'gravitas'" in refusal(name, run, *SHORT[name], "--env-kwargs", '{"gravitas": 1}')

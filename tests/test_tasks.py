@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    DISCRETE,
     DQN,
     MEMORY,
     NOT_ATARI,
@@ -110,7 +111,7 @@ def test_a_step_that_ends_an_episode_of_envpool_also_resets_it():
 
 
 def test_what_envpool_cannot_make_is_refused(refusal):
-    cases = {"NoSuch-v0": "EnvPool has no such environment", "CartPole-v1": "not Discrete(2)"}
+    cases = {"NoSuch-v0": "NoSuch-v0 is not supported", "CartPole-v1": "not Discrete(2)"}
     cases |= {"BigfishEasy-v0": "Qt"} if "BigfishEasy-v0" in envpool.list_all_envs() else {}
     for env_id, told in cases.items():
         line = refusal(PPO, run, "--env-backend", "envpool", "--env-id", env_id)
@@ -136,6 +137,29 @@ def test_tasks_without_velocities_show_positions(env_id):
         assert np.array_equal(seen[1], np.float32([env.unwrapped.state[0], env.unwrapped.state[2]]))
     else:  # Of Pendulum-v1 the angle's cosine and sine, of MountainCarContinuous-v0 the place.
         assert whole.shape[1] == len(seen[1]) + 1
+
+
+@every
+@pytest.mark.parametrize("backend", ["gymnasium", "envpool"])
+def test_environments_take_arguments_of_their_own(name, backend, tmp_path, capfd, refusal):
+    """An evaluation takes those of the run, and so does a run that goes on, unless it is given others."""
+    env_id = "CartPole-v1" if name in DISCRETE else "InvertedPendulum-v4"  # rewards are 1
+    options = ("--env-id", env_id, "--env-backend", backend, *SHORT[name], "--save-model")
+    done = run(name, *options, "--env-kwargs", '{"max_episode_steps": 2}', directory=tmp_path)
+    assert {length for _, length in done["logged"]["charts/episodic_length"]} == {2}
+    [path] = conftest.checkpoints(tmp_path)
+    for more, length in ((), 2), (("--env-kwargs", '{"max_episode_steps": 1}'), 1):
+        again = run(name, "--evaluate", path, "--eval-episodes", 2, *more, directory=tmp_path)
+        assert again["args"].env_kwargs == {"max_episode_steps": length}
+        assert again["summary"]["eval_returns"] == [length, length]
+    again = run(name, "--resume", path, "--total-timesteps", 2 * done["args"].total_timesteps)
+    assert {length for _, length in again["logged"]["charts/episodic_length"]} == {2}
+    told = "--env-kwargs {'max_episode_steps': 1}, it was {'max_episode_steps': 2}"
+    assert told in capfd.readouterr().err
+    assert "unexpected keyword argument 'gravitas'" in refusal(
+        name, run, *options, "--env-kwargs", '{"gravitas": 1}'
+    )
+    assert refusal(name, run, "--env-kwargs", "[4]").startswith("--env-kwargs: Input should be a valid dict")
 
 
 @every

