@@ -98,7 +98,7 @@ class Args:
     cudagraphs: bool = False  # capture the policy and the gradient step as CUDA graphs
 
     env_id: str = "CheetahRun-v1"  # the id of the environment: any with bounded vectors as actions
-    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # more arguments of the environment
+    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # further ones of gym.make or EnvPool
     obs_keys: tuple[str, ...] | None = None  # the parts of an observation that the agent sees, else all
     total_timesteps: PositiveInt = 5_000_000  # agent steps in all, over all environments
     num_envs: PositiveInt = 64  # the number of parallel environments
@@ -406,8 +406,8 @@ def parse_args() -> tuple[Args, dict]:
         refuse("--resume and --evaluate exclude each other")
     if args.resume or args.evaluate:
         checkpoint = load_checkpoint(args)
-        kept = {"env_id", "env_kwargs", "env_backend", "obs_keys", "actor_hidden_dim"}
-        kept = kept if args.evaluate else vars(args).keys()
+        of_env = {"env_id", "env_kwargs", "env_backend", "obs_keys", "actor_hidden_dim"}
+        kept = of_env if args.evaluate else vars(args).keys()
         saved = {name: checkpoint["args"][name] for name in sorted(kept & checkpoint["args"].keys())}
         args = tyro.cli(Args, args=command_line(), default=Args(**saved))  # again, over these
     try:
@@ -508,14 +508,14 @@ def evaluate(
 
 def make(args: Args, videos: Path | None) -> gym.Env:
     """What `gym.make` gives; errors of an environment of the user's own keep their traceback."""
-    kwargs = args.env_kwargs | ({"render_mode": "rgb_array"} if videos else {})
     try:
-        return gym.make(args.env_id, **kwargs)
+        return gym.make(args.env_id, **args.env_kwargs, **({"render_mode": "rgb_array"} if videos else {}))
     except gym.error.Error as error:  # such as of an id that there is not
         refuse(f"--env-id {args.env_id}: {error}")
     except Exception as error:
         unloaded = "MUJOCO_GL" in os.environ and "mujoco" not in sys.modules  # whose import asks for it
-        told = ":" not in args.env_id and (unloaded or isinstance(error, ImportError | TypeError))
+        ours = unloaded or args.env_kwargs or isinstance(error, ImportError | TypeError)
+        told = ":" not in args.env_id and ours
         if not (told or (videos and "render_mode" in str(error))):
             raise
         refuse(f"--env-id {args.env_id}: {error}{'; unset MUJOCO_GL or install that library' * unloaded}")
@@ -555,12 +555,13 @@ class Pool(gym.Wrapper):
         except ImportError:
             refuse("--env-backend envpool needs the package envpool: requirements/envpool.txt")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        kwargs = args.env_kwargs | {"num_envs": len(seeds), "render_mode": "rgb_array" if filmed else None}
-        kwargs |= {"num_threads": min(args.env_threads or cores, len(seeds)), "seed": [s >> 1 for s in seeds]}
-        try:
-            super().__init__(envpool.make(args.env_id, "gymnasium", **kwargs))
-        except (AssertionError, TypeError, ImportError, RuntimeError) as error:  # the last: of what it needs
-            refuse(f"--env-id {args.env_id}: {error}")
+        kwargs = {"num_envs": len(seeds), "batch_size": len(seeds), "seed": [seed >> 1 for seed in seeds]}
+        kwargs |= {"num_threads": min(args.env_threads or cores, len(seeds))}
+        kwargs |= {"render_mode": "rgb_array" if filmed else None}
+        try:  # none of these may be among those of --env-kwargs
+            super().__init__(envpool.make(args.env_id, "gymnasium", **kwargs, **args.env_kwargs))
+        except Exception as error:  # of the id, an argument or what the environment needs
+            refuse(f"--env-id {args.env_id}: {str(error)[:200]}")
         if self.env.config.get("max_num_players", 1) > 1:
             refuse(f"--env-id {args.env_id}: more than one player")
         space = self.env.observation_space
@@ -642,6 +643,8 @@ if __name__ == "__main__":
     if read(best).get("progress", progress)["global_step"] > global_step:
         best.unlink()  # of steps that are done again
         progress["best_eval"] = -math.inf
+    if args.resume and args.env_kwargs != checkpoint["args"].get("env_kwargs", {}):
+        progress["best_eval"] = -math.inf  # returns of another task
 
     videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
     sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers

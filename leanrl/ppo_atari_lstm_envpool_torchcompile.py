@@ -91,7 +91,7 @@ class Args:
     cudagraphs: bool = False  # capture the policy, the preparation of the batch and the gradient step
 
     env_id: str = "Breakout-v5"  # the id of the game: any Atari game of EnvPool
-    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # more arguments of the environment
+    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # further ones of gym.make or EnvPool
     total_timesteps: PositiveInt = 10_000_000  # agent steps in all; a rollout beyond them is left out
     learning_rate: NonNegativeFloat = 2.5e-4  # the learning rate at the start
     num_envs: PositiveInt = 8  # the number of parallel environments
@@ -163,13 +163,14 @@ def make_envs(args: Args, step: int, videos: Path | None = None, learning: bool 
         refuse(f"--env-id takes an Atari game of EnvPool, such as Breakout-v5, not {args.env_id}")
     # Seeds of 31 bits. From one EnvPool would count up: seeds 1 and 2 would share all games but one.
     seeds = np.random.SeedSequence([args.seed, step, not learning]).generate_state(args.num_envs) >> 1
-    options = args.env_kwargs | {"seed": seeds.tolist(), "num_threads": args.env_threads}
-    options |= {"num_envs": args.num_envs, "episodic_life": True, "reward_clip": learning, "stack_num": 1}
-    options |= {"env_type": "gymnasium", "render_mode": "rgb_array" if videos else None}
-    try:
-        games = envpool.make(args.env_id, **options)
-    except (TypeError, RuntimeError) as error:
-        refuse(f"--env-kwargs: {error}")
+    options = {"seed": seeds.tolist(), "num_threads": args.env_threads, "env_type": "gymnasium"}
+    options |= {"num_envs": args.num_envs, "batch_size": args.num_envs, "episodic_life": True}
+    options |= {"reward_clip": learning, "render_mode": "rgb_array" if videos else None}
+    options |= {"stack_num": 1, "img_height": 84, "img_width": 84, "gray_scale": True}
+    try:  # none of these may be among those of --env-kwargs
+        games = envpool.make(args.env_id, **options, **args.env_kwargs)
+    except Exception as error:
+        refuse(f"--env-kwargs: {str(error)[:200]}")
     return Games(games, args.num_envs, videos, learning)
 
 
@@ -470,8 +471,8 @@ def parse_args() -> tuple[Args, dict]:
         refuse("--resume and --evaluate exclude each other")
     if args.resume or args.evaluate:
         checkpoint = load_checkpoint(args)
-        kept = {"env_id", "env_kwargs", "env_backend", "obs_keys", "actor_hidden_dim"}
-        kept = kept if args.evaluate else vars(args).keys()
+        of_env = {"env_id", "env_kwargs", "env_backend", "obs_keys", "actor_hidden_dim"}
+        kept = of_env if args.evaluate else vars(args).keys()
         saved = {name: checkpoint["args"][name] for name in sorted(kept & checkpoint["args"].keys())}
         args = tyro.cli(Args, args=command_line(), default=Args(**saved))  # again, over these
     try:
@@ -609,6 +610,8 @@ if __name__ == "__main__":
     if read(best).get("progress", progress)["global_step"] > global_step:
         best.unlink()  # of steps that are done again
         progress["best_eval"] = -math.inf
+    if args.resume and args.env_kwargs != checkpoint["args"].get("env_kwargs", {}):
+        progress["best_eval"] = -math.inf  # returns of another task
 
     videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
     envs = make_envs(args, global_step, videos)

@@ -102,7 +102,7 @@ class Args:
     cudagraphs: bool = False  # capture the policy and the gradient step as CUDA graphs
 
     env_id: str = "HalfCheetah-v4"  # the id of the environment: any with bounded vectors as actions
-    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # more arguments of the environment
+    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # further ones of gym.make or EnvPool
     obs_keys: tuple[str, ...] | None = None  # the parts of an observation that the agent sees, else all
     total_timesteps: PositiveInt = 1_000_000  # agent steps of each agent, over its environments
     num_envs: PositiveInt = 1  # the number of parallel environments of each agent
@@ -404,11 +404,11 @@ def parse_args() -> tuple[Args, list[dict]]:  # [seeds: own seeds, own runs]
         checkpoints = [load_checkpoint(replace(args, **{option: path})) for path in getattr(args, option)]
         if len({checkpoint["progress"]["global_step"] for checkpoint in checkpoints}) > 1 and args.resume:
             refuse("--resume takes checkpoints of one step")
-        every = [checkpoint["args"] | {"resume": None} for checkpoint in checkpoints]
+        every = [asdict(Args()) | checkpoint["args"] | {"resume": None} for checkpoint in checkpoints]
         if args.resume and any(one | {"seed": every[0]["seed"]} != every[0] for one in every):
             refuse("--resume takes checkpoints of runs with the same arguments but for the seed")
-        kept = {"env_id", "env_kwargs", "env_backend", "obs_keys", "actor_hidden_dim"}
-        kept = kept if args.evaluate else vars(args).keys()
+        of_env = {"env_id", "env_kwargs", "env_backend", "obs_keys", "actor_hidden_dim"}
+        kept = of_env if args.evaluate else vars(args).keys()
         saved = {name: every[0][name] for name in sorted(kept & every[0].keys())}  # [seeds: own runs]
         if any(one[name] != value for one in every for name, value in saved.items() if args.evaluate):
             refuse("--evaluate takes checkpoints of runs in the same environment")
@@ -519,14 +519,14 @@ def evaluate(
 
 def make(args: Args, videos: Path | None) -> gym.Env:
     """What `gym.make` gives; errors of an environment of the user's own keep their traceback."""
-    kwargs = args.env_kwargs | ({"render_mode": "rgb_array"} if videos else {})
     try:
-        return gym.make(args.env_id, **kwargs)
+        return gym.make(args.env_id, **args.env_kwargs, **({"render_mode": "rgb_array"} if videos else {}))
     except gym.error.Error as error:  # such as of an id that there is not
         refuse(f"--env-id {args.env_id}: {error}")
     except Exception as error:
         unloaded = "MUJOCO_GL" in os.environ and "mujoco" not in sys.modules  # whose import asks for it
-        told = ":" not in args.env_id and (unloaded or isinstance(error, ImportError | TypeError))
+        ours = unloaded or args.env_kwargs or isinstance(error, ImportError | TypeError)
+        told = ":" not in args.env_id and ours
         if not (told or (videos and "render_mode" in str(error))):
             raise
         refuse(f"--env-id {args.env_id}: {error}{'; unset MUJOCO_GL or install that library' * unloaded}")
@@ -572,12 +572,13 @@ class Pool(gym.Wrapper):
         except ImportError:
             refuse("--env-backend envpool needs the package envpool: requirements/envpool.txt")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        kwargs = args.env_kwargs | {"num_envs": len(seeds), "render_mode": "rgb_array" if filmed else None}
-        kwargs |= {"num_threads": min(args.env_threads or cores, len(seeds)), "seed": [s >> 1 for s in seeds]}
-        try:
-            super().__init__(envpool.make(args.env_id, "gymnasium", **kwargs))
-        except (AssertionError, TypeError, ImportError, RuntimeError) as error:  # the last: of what it needs
-            refuse(f"--env-id {args.env_id}: {error}")
+        kwargs = {"num_envs": len(seeds), "batch_size": len(seeds), "seed": [seed >> 1 for seed in seeds]}
+        kwargs |= {"num_threads": min(args.env_threads or cores, len(seeds))}
+        kwargs |= {"render_mode": "rgb_array" if filmed else None}
+        try:  # none of these may be among those of --env-kwargs
+            super().__init__(envpool.make(args.env_id, "gymnasium", **kwargs, **args.env_kwargs))
+        except Exception as error:  # of the id, an argument or what the environment needs
+            refuse(f"--env-id {args.env_id}: {str(error)[:200]}")
         if self.env.config.get("max_num_players", 1) > 1:
             refuse(f"--env-id {args.env_id}: more than one player")
         space = self.env.observation_space
@@ -658,6 +659,8 @@ if __name__ == "__main__":
         if read(best).get("progress", progress[-1])["global_step"] > progress[-1]["global_step"]:
             best.unlink()  # of steps that are done again
             progress[-1]["best_eval"] = -math.inf
+        if args.resume and args.env_kwargs != checkpoint["args"].get("env_kwargs", {}):
+            progress[-1]["best_eval"] = -math.inf  # returns of another task
     global_step, updates = progress[0]["global_step"], progress[0]["updates"]
     updates_due = progress[0]["updates_due"]
     returns, successes = ([of_agent[name] for of_agent in progress] for name in ("returns", "successes"))

@@ -23,7 +23,7 @@ LEANRL = ROOT / "leanrl"
 PASSAGES = {
     "    device = torch.device(": "    torch.set_flush_denormal(",
     "    torch.set_float32_matmul_precision(": "    torch.set_autocast_cache_enabled(",
-    "    name = re.sub(": '        progress["best_eval"] = -math',
+    "    name = re.sub(": '        progress["best_eval"] = -math.inf  # ret',
     "    def log_losses(": "                sys.exit(",
     "    if args.track:\n        import": "    writer.add_text(",
     "    bar = tqdm(total=args": "    stopping = ",

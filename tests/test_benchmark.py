@@ -71,13 +71,13 @@ def test_a_study_is_one_file_and_a_line_of_a_page_and_no_table_needs_pytorch(tmp
     about = line("eager", None, answer=42)
     results.replace(tmp_path / "benchmark" / "results" / "new.jsonl", [about], lambda line: None)
     page, content = tmp_path / "README.md", "![plot](docs/plots/new-new.png)\n"
-    for kind in ("new", "agents", "environments", "roofline", "small_networks", "tricks"):
+    for kind in ("new", "agents", "environments", "go1", "roofline", "small_networks", "tricks"):
         content += f"<!-- table: {kind} {kind}.jsonl -->\n<!-- end -->\n"
     page.write_text(content)
     subprocess.run([sys.executable, "-m", "benchmark.report"], cwd=tmp_path, check=True)
     assert "<!-- table: new new.jsonl -->\n\n1 line: 42\n\n<!-- end -->" in page.read_text()
     others = page.read_text().split("<!-- table: ")[2:]
-    assert len(others) == 5 and all("\n| --- |" in other for other in others)
+    assert len(others) == 6 and all("\n| --- |" in other for other in others)
     assert (tmp_path / "docs" / "plots" / "new-new.png").exists()
 
 

@@ -1,5 +1,6 @@
 """EnvPool's MuJoCo is Gymnasium's, and runs with it are counted and seeded as others are."""
 
+import json
 from unittest.mock import patch
 
 import envpool
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same_numbers, draws_of_a_twin, load, run
+
+from benchmark.studies import go1
 
 # How many coordinates of the position, which can be 0, an observation leaves out.
 HIDDEN = {"HalfCheetah": 1, "Hopper": 1, "Walker2d": 1, "Ant": 2, "Humanoid": 2, "InvertedPendulum": 0}
@@ -108,3 +111,43 @@ def test_what_envpool_lacks_is_refused(refusal):
     for name, env_id in (("ppo", "envs:ScriptedChoices-v0"), ("ppo_continuous_action", "envs:Scripted-v0")):
         line = refusal(name, run, "--env-backend", "envpool", "--env-id", env_id)
         assert line.startswith(f"--env-id {env_id}: {env_id} is not supported")
+
+
+# ---- The study of Go1 --------------------------------------------------------------------------------------
+def test_go1_is_played_until_each_episode_ends(monkeypatch):
+    """Some fall over at once; each alone, with the same seed and actions, has the same return and length."""
+    monkeypatch.setattr(go1, "EPISODES", 4)
+    monkeypatch.setattr(go1, "LONGEST", 60)
+    drawn = np.random.default_rng(0).uniform(-2, 2, (60, 4, 12)) * [[[1], [1], [0.1], [0.1]]]
+    actions = iter(drawn)
+    found = go1.play(lambda obs: next(actions), seed=5)
+    returns, lengths, velocities, errors = [], [], [], []
+    for index, seed in enumerate(np.random.SeedSequence(5).generate_state(4) >> 1):
+        env = envpool.make(go1.ENV_ID, "gymnasium", num_envs=1, seed=[int(seed)])
+        rewards, (_, info) = [], env.reset()
+        for step in range(60):
+            velocities.append(np.linalg.norm(info["command"][0, :2]))
+            _, reward, terminated, _, info = env.step(drawn[step, index : index + 1])
+            rewards.append(reward[0])
+            errors.append(-np.log(info["reward_tracking_lin_vel"][0]) / 4)
+            if terminated[0]:
+                break
+        returns, lengths = [*returns, sum(rewards)], [*lengths, len(rewards)]
+    assert min(lengths) < 60 == max(lengths)
+    expected = {"episodic_return": returns, "episodic_length": lengths}
+    expected |= {"velocity": velocities, "velocity_error": np.sqrt(errors)}
+    assert found == pytest.approx({key: np.mean(values) for key, values in expected.items()}, rel=1e-5)
+
+
+def test_go1_goes_on_where_it_was_and_with_its_own_penalties(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(go1, "run_for_summary", lambda command, folder: commands.append(command))
+    go1.train(tmp_path, 3, go1.MILLION)
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path.parent)
+    for steps in (go1.SOFTER_STEPS, go1.SOFTER_STEPS + go1.MILLION):
+        go1.train(tmp_path.relative_to(tmp_path.parent), 3, steps)
+    softer = f"--env-kwargs={json.dumps(go1.SOFTER)}"
+    assert {"--seed=3", softer, f"--env-id={go1.ENV_ID}"} <= {*commands[0]}
+    resumed = f"--resume={tmp_path / 'runs' / 'one'}"
+    assert {softer, resumed} <= {*commands[1]} and {"--env-kwargs={}", resumed} <= {*commands[2]}

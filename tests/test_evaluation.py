@@ -111,6 +111,19 @@ def test_the_best_agent_of_steps_that_are_done_again_goes(name, tmp_path):
             torch.save(best, folder / "best.pt")
 
 
+@pytest.mark.parametrize("name", [TD3, "ppo", *SEEDS])
+def test_the_best_agent_of_an_easier_task_does_not_count(name, tmp_path):
+    env_id = "CartPole-v1" if name == "ppo" else "InvertedPendulum-v4"  # rewards are 1
+    several = ("--seeds", 1, 2) if name in SEEDS else ()
+    short, kwargs = SHORT[TD3 if name in SEEDS else name], '{"max_episode_steps": %d}'
+    options = ("--env-id", env_id, *short, *several, "--env-kwargs", kwargs % 5, "--save-model")
+    run(name, *options, *EVERY, directory=tmp_path)
+    folders = [path.parent for path in tmp_path.glob("runs/*/best.pt")]
+    more = ("--total-timesteps", 600, "--env-kwargs", kwargs % 2)
+    best = run(name, "--resume", *folders, *more, directory=tmp_path)["summary"]["best_eval_return"]
+    assert best == ([2, 2] if name in SEEDS else 2)
+
+
 @pytest.mark.parametrize("name", [*SCRIPTS, *SEEDS])
 def test_sps_leaves_out_evaluations_and_what_is_before_learning(name, monkeypatch):
     """By a clock that ticks with each step of an environment: once, or before learning ten times."""

@@ -486,10 +486,12 @@ def test_breakout_has_steps_and_ends_as_the_scripted_games():
 
 @pytest.mark.parametrize("name", ATARI)
 def test_games_take_arguments_of_their_own(name, refusal):
-    """Sticky actions, for instance; what a script sets itself stays as it is."""
+    """Sticky actions, for instance; but not what the script sets, and the network needs."""
     script = load(name)
-    kwargs = {"full_action_space": True, "repeat_action_probability": 0.25, "episodic_life": False}
+    kwargs = {"full_action_space": True, "repeat_action_probability": 0.25}
     games = script["make_envs"](script["Args"](env_kwargs=kwargs), 0)
     assert games.env.action_space.n == 18
-    assert games.env.config["repeat_action_probability"] == 0.25 and games.env.config["episodic_life"]
-    assert "'gravitas'" in refusal(name, run, *SHORT[name], "--env-kwargs", '{"gravitas": 1}')
+    assert games.env.config["repeat_action_probability"] == 0.25
+    for refused in ("gravitas", "stack_num", "img_height", "gray_scale", "reward_clip", "batch_size"):
+        line = refusal(name, run, *SHORT[name], "--env-kwargs", f'{{"{refused}": 1}}')
+        assert line.startswith("--env-kwargs: ") and f"'{refused}'" in line

@@ -275,6 +275,14 @@ def test_real_scripts_are_what_the_sweep_takes_them_for(tmp_path):
     assert len(of_agents["episodic_return"]) == 2 and no_curve["step"] == []
 
 
+def test_a_run_with_long_arguments_has_a_name_that_a_folder_can_have(tmp_path):
+    several = [("env-kwargs", json.dumps({"scale" * 60: scale})) for scale in (1, 2)]
+    runs = [selection.Run("sac", "eager", "A/B", seed, 9, 1, None, (o,)) for o in several for seed in (1, 2)]
+    assert len({run.name for run in runs}) == 4
+    for run in runs:
+        (tmp_path / run.name).mkdir()
+
+
 # ---- Selection and arguments -------------------------------------------------------------------------------
 def test_learning_takes_one_mode_and_the_seeds_of_each_script_in_rounds():
     runs = selection.select(selection.Args(profile="learning"), gpus=["0"])

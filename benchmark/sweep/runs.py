@@ -1,5 +1,6 @@
 """What a sweep is to run: its arguments, the profiles, and the runs that they select."""
 
+import hashlib
 import os
 import shutil
 import sys
@@ -131,7 +132,9 @@ class Run:
         parts = [self.algorithm, self.mode, self.env_id, self.steps]
         parts += [f"ranks={self.ranks}"] if self.ranks else []
         parts += ["=".join(option) for option in self.options]
-        return "-".join(map(str, [*parts, f"seed{self.seed}"])).replace("/", "_")
+        name = "-".join(map(str, [*parts, f"seed{self.seed}"])).replace("/", "_")
+        # It is a folder's, which has at most 255 bytes; --env-kwargs are long.
+        return name if len(name) <= 200 else f"{name[:180]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
     def command(
         self, peers: Path | None, leanrl: Path | None = None, cleanrl: Path | None = None
