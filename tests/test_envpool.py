@@ -142,11 +142,11 @@ def test_go1_is_played_until_each_episode_ends(monkeypatch):
 def test_go1_goes_on_where_it_was_and_with_its_own_penalties(tmp_path, monkeypatch):
     commands = []
     monkeypatch.setattr(go1, "run_for_summary", lambda command, folder: commands.append(command))
-    go1.train(tmp_path, 3, go1.MILLION)
+    go1.train(tmp_path, 3, True, go1.MILLION)
     (tmp_path / "runs" / "one").mkdir(parents=True)
     monkeypatch.chdir(tmp_path.parent)
-    for steps in (go1.SOFTER_STEPS, go1.SOFTER_STEPS + go1.MILLION):
-        go1.train(tmp_path.relative_to(tmp_path.parent), 3, steps)
+    for softer in (True, False):
+        go1.train(tmp_path.relative_to(tmp_path.parent), 3, softer, 2 * go1.MILLION)
     softer = f"--env-kwargs={json.dumps(go1.SOFTER)}"
     assert {"--seed=3", softer, f"--env-id={go1.ENV_ID}"} <= {*commands[0]}
     resumed = f"--resume={tmp_path / 'runs' / 'one'}"

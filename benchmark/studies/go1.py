@@ -1,6 +1,6 @@
 """A quadruped learns to walk: FastTD3 on Go1JoystickFlatTerrain-v1, first with softer penalties.
 
-    ./run.sh python -m benchmark.studies.go1 FOLDER [--seed S] [--output FILE]
+    ./run.sh python -m benchmark.studies.go1 FOLDER [--seed S] [--softer-steps N] [--output FILE]
 
 The robot has to follow velocities that it is told. Trains in FOLDER, a new one, stops after each million of
 steps, and plays 32 episodes, without noise and with the task's own penalties. The first million of steps with
@@ -36,7 +36,7 @@ ENV_ID = "Go1JoystickFlatTerrain-v1"
 # first steps is worth more than standing still.
 SOFTER = {"feet_clearance_scale": -0.5, "orientation_scale": -1.0, "ang_vel_xy_scale": -0.02}
 MILLION = 1_000_000
-SOFTER_STEPS, STEPS = 4 * MILLION, 6 * MILLION
+STEPS = 6 * MILLION
 # A step of a robot that follows has a reward of up to 0.03, and so 100 of them, those that gamma counts, 3.
 OPTIONS = {"gamma": 0.99, "v-min": 0, "v-max": 4.2, "num-updates": 4, "num-steps": 1, "std-min": 0.05}
 OPTIONS |= {"std-max": 0.4, "tau": 0.05, "precision": "bfloat16"}
@@ -48,7 +48,7 @@ class Line(results.Timing):
 
     seed: int
     steps: int
-    softer: bool  # whether the steps before had softer penalties
+    softer_steps: int  # how many of the run's first steps have softer penalties
     seconds: float  # of training so far, start-ups included
     episodic_return: float
     episodic_length: float
@@ -63,9 +63,10 @@ check = results.check_of(Line)
 def table(lines: list[dict]) -> str:
     """Returns, lengths and velocities by steps, of each seed."""
     rows, seeds = [], sorted({line["seed"] for line in lines})
-    for (steps, softer), runs in by(lines, "steps", "softer").items():
+    for (softer_steps, steps), runs in by(lines, "softer_steps", "steps").items():
         of, minutes = {run["seed"]: run for run in runs}, statistics.mean(run["seconds"] for run in runs) / 60
-        cells = [f"{steps / MILLION:g}M, {'softer' if softer else 'its own'}", f"{minutes:.0f}"]
+        penalties = "softer" if steps <= softer_steps else "then its own" if softer_steps else "its own"
+        cells = [f"{steps / MILLION:g}M, {penalties}", f"{minutes:.0f}"]
         for key, digits in (("episodic_return", 1), ("episodic_length", 0), ("velocity_error", 2)):
             cells.append(", ".join(f"{of[seed][key]:.{digits}f}" if seed in of else "-" for seed in seeds))
         rows.append([*cells, f"{statistics.mean(run['velocity'] for run in runs):.2f}"])
@@ -80,13 +81,15 @@ class Args:
     """a new folder for the run"""
     seed: int = 1
     """seed of the run"""
+    softer_steps: int = 4 * MILLION
+    """the first steps, which have softer penalties"""
     output: Path | None = None
     """a file of results to add to"""
 
 
-def train(folder: Path, seed: int, steps: int) -> None:
-    """Train up to so many steps, from the checkpoint in the folder if there is one. Raises RuntimeError."""
-    kwargs = json.dumps(SOFTER if steps <= SOFTER_STEPS else {})
+def train(folder: Path, seed: int, softer: bool, steps: int) -> None:
+    """Train up to so many steps, with softer penalties or the task's own, from the checkpoint in the folder if there is one. Raises RuntimeError."""
+    kwargs = json.dumps(SOFTER if softer else {})
     options = {"total-timesteps": steps, "env-kwargs": kwargs}
     if runs := [*folder.glob("runs/*")]:
         options |= {"resume": runs[0].absolute()}
@@ -153,14 +156,14 @@ def main() -> int:
     for steps in range(MILLION, STEPS + 1, MILLION):
         begin = time.perf_counter()
         try:
-            train(args.folder, args.seed, steps)
+            train(args.folder, args.seed, steps <= args.softer_steps, steps)
         except RuntimeError as error:
             print(error, file=sys.stderr)
             return 1
         seconds += time.perf_counter() - begin
         [run] = args.folder.glob("runs/*")
         line = {"format": results.FORMAT, "status": "ok", "seed": args.seed, "steps": steps}
-        line |= {"softer": steps <= SOFTER_STEPS, "seconds": seconds, **play(policy(run), args.seed)}
+        line |= {"softer_steps": args.softer_steps, "seconds": seconds, **play(policy(run), args.seed)}
         lines.append(line | about)
         told = ("episodic_return", "episodic_length", "velocity_error")
         print(steps, *(f"{key} {line[key]:.3g}" for key in told), flush=True)
