@@ -88,7 +88,7 @@ class Args:
 
 
 def train(folder: Path, seed: int, softer: bool, steps: int) -> None:
-    """Train up to so many steps, with softer penalties or the task's own, from the checkpoint in the folder if there is one. Raises RuntimeError."""
+    """Train up to so many steps, from the checkpoint in the folder if there is one. Raises RuntimeError."""
     kwargs = json.dumps(SOFTER if softer else {})
     options = {"total-timesteps": steps, "env-kwargs": kwargs}
     if runs := [*folder.glob("runs/*")]:
