@@ -140,9 +140,10 @@ def ablation_table(lines: list[dict]) -> str:
     compared = set(by(lines, "algorithm", "env_id", "steps"))
     whole = [line for line in whole if {*by([line], "algorithm", "env_id", "steps")} <= compared]
     lines, rows = [*whole, *lines], []
-    for (env_id, _), of_env in by(trained(lines), "env_id", "steps").items():
+    for (env_id, _), of_steps in by(trained(lines), "env_id", "steps").items():
+        of_env = [line for line in trained(lines) if line["env_id"] == env_id]
         ambiguous = len(by(of_env, "variant")) < len(by(of_env, "variant", "algorithm"))
-        for (variant, algorithm), runs in by(of_env, "variant", "algorithm").items():
+        for (variant, algorithm), runs in by(of_steps, "variant", "algorithm").items():
             name = f"{algorithm}, {variant}" if ambiguous else variant
             values = [told(run["episodic_return"]) for run in runs]
             most = millions(max(run["total_timesteps"] for run in runs))
