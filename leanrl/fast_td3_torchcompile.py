@@ -98,7 +98,7 @@ class Args:
     cudagraphs: bool = False  # capture the policy and the gradient step as CUDA graphs
 
     env_id: str = "CheetahRun-v1"  # the id of the environment: any with bounded vectors as actions
-    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # further ones of gym.make or EnvPool
+    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # arguments for gym.make or EnvPool
     obs_keys: tuple[str, ...] | None = None  # the parts of an observation that the agent sees, else all
     total_timesteps: PositiveInt = 5_000_000  # agent steps in all, over all environments
     num_envs: PositiveInt = 64  # the number of parallel environments
@@ -558,7 +558,7 @@ class Pool(gym.Wrapper):
         kwargs = {"num_envs": len(seeds), "batch_size": len(seeds), "seed": [seed >> 1 for seed in seeds]}
         kwargs |= {"num_threads": min(args.env_threads or cores, len(seeds))}
         kwargs |= {"render_mode": "rgb_array" if filmed else None}
-        try:  # none of these may be among those of --env-kwargs
+        try:  # a key that is in both is a TypeError
             super().__init__(envpool.make(args.env_id, "gymnasium", **kwargs, **args.env_kwargs))
         except Exception as error:  # of the id, an argument or what the environment needs
             refuse(f"--env-id {args.env_id}: {str(error)[:200]}")

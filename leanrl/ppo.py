@@ -73,7 +73,7 @@ class Args:
     eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
 
     env_id: str = "CartPole-v1"  # the id of the environment: any with discrete actions
-    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # further ones of gym.make or EnvPool
+    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # arguments for gym.make or EnvPool
     obs_keys: tuple[str, ...] | None = None  # the parts of an observation that the agent sees, else all
     total_timesteps: PositiveInt = 500_000  # agent steps in all; a rollout beyond them is left out
     learning_rate: NonNegativeFloat = 2.5e-4  # the learning rate at the start
@@ -366,7 +366,7 @@ class Pool(gym.Wrapper):
         kwargs = {"num_envs": len(seeds), "batch_size": len(seeds), "seed": [seed >> 1 for seed in seeds]}
         kwargs |= {"num_threads": min(args.env_threads or cores, len(seeds))}
         kwargs |= {"render_mode": "rgb_array" if filmed else None}
-        try:  # none of these may be among those of --env-kwargs
+        try:  # a key that is in both is a TypeError
             super().__init__(envpool.make(args.env_id, "gymnasium", **kwargs, **args.env_kwargs))
         except Exception as error:  # of the id, an argument or what the environment needs
             refuse(f"--env-id {args.env_id}: {str(error)[:200]}")

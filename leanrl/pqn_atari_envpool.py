@@ -74,7 +74,7 @@ class Args:
     eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
 
     env_id: str = "Breakout-v5"  # the id of the game: any Atari game of EnvPool
-    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # further ones of gym.make or EnvPool
+    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # arguments for EnvPool
     total_timesteps: PositiveInt = 10_000_000  # agent steps in all; a rollout beyond them is left out
     learning_rate: NonNegativeFloat = 2.5e-4  # the learning rate at the start
     num_envs: PositiveInt = 8  # the number of parallel environments
@@ -141,7 +141,7 @@ def make_envs(args: Args, step: int, videos: Path | None = None, learning: bool 
     options |= {"num_envs": args.num_envs, "batch_size": args.num_envs, "episodic_life": True}
     options |= {"reward_clip": learning, "render_mode": "rgb_array" if videos else None}
     options |= {"stack_num": 4, "img_height": 84, "img_width": 84, "gray_scale": True}
-    try:  # none of these may be among those of --env-kwargs
+    try:  # a key that is in both is a TypeError
         games = envpool.make(args.env_id, **options, **args.env_kwargs)
     except Exception as error:
         refuse(f"--env-kwargs: {str(error)[:200]}")

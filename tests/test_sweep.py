@@ -281,6 +281,7 @@ def test_a_run_with_long_arguments_has_a_name_that_a_folder_can_have(tmp_path):
     assert len({run.name for run in runs}) == 4
     for run in runs:
         (tmp_path / run.name).mkdir()
+        assert run.name.endswith(f"-seed{run.seed}")  # by which tables are sorted
 
 
 # ---- Selection and arguments -------------------------------------------------------------------------------

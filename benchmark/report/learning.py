@@ -141,6 +141,7 @@ def ablation_table(lines: list[dict]) -> str:
     whole = [line for line in whole if {*by([line], "algorithm", "env_id", "steps")} <= compared]
     lines, rows = [*whole, *lines], []
     for (env_id, _), of_steps in by(trained(lines), "env_id", "steps").items():
+        # Rows of an environment are named alike, whatever their steps.
         of_env = [line for line in trained(lines) if line["env_id"] == env_id]
         ambiguous = len(by(of_env, "variant")) < len(by(of_env, "variant", "algorithm"))
         for (variant, algorithm), runs in by(of_steps, "variant", "algorithm").items():

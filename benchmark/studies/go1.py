@@ -3,9 +3,9 @@
     ./run.sh python -m benchmark.studies.go1 FOLDER [--seed S] [--softer-steps N] [--output FILE]
 
 The robot has to follow velocities that it is told. Trains in FOLDER, a new one, stops after each million of
-steps, and plays 32 episodes, without noise and with the task's own penalties. The first million of steps with
-these begins with a replay buffer of softer ones. That takes an hour on one core and 6 GiB of memory; the run
-in FOLDER can go on. FILE gets a line for each million, after those that it has. docs/fast_td3.md shows
+steps, and plays 32 episodes, without noise and with the task's own penalties. When it goes on with these, the
+replay buffer still has rewards with softer ones. That takes an hour on one core with AMX, and some 6 GiB of
+memory. FILE gets a line for each million, after those that it has. docs/fast_td3.md shows
 benchmark/results/go1.jsonl.
 
 Exit status: 0 done, 1 a run failed, 2 a bad argument.
@@ -32,12 +32,11 @@ from benchmark.terminal import lines_of_output, refuse
 
 ENV_ID = "Go1JoystickFlatTerrain-v1"
 # Of the task's penalties for feet that do not rise, for a body that tilts and for one that sways, these are a
-# quarter, a fifth and two fifths. Rewards below zero count as zero: with the whole of them hardly any of the
-# first steps is worth more than standing still.
+# quarter, a fifth and two fifths. Rewards below zero count as zero, which hides what a first step is worth.
 SOFTER = {"feet_clearance_scale": -0.5, "orientation_scale": -1.0, "ang_vel_xy_scale": -0.02}
 MILLION = 1_000_000
 STEPS = 6 * MILLION
-# A step of a robot that follows has a reward of up to 0.03, and so 100 of them, those that gamma counts, 3.
+# What the task rewards adds up to 0.042 a step, times 1 / (1 - gamma) 4.2.
 OPTIONS = {"gamma": 0.99, "v-min": 0, "v-max": 4.2, "num-updates": 4, "num-steps": 1, "std-min": 0.05}
 OPTIONS |= {"std-max": 0.4, "tau": 0.05, "precision": "bfloat16"}
 EPISODES, LONGEST = 32, 1000

@@ -132,9 +132,10 @@ class Run:
         parts = [self.algorithm, self.mode, self.env_id, self.steps]
         parts += [f"ranks={self.ranks}"] if self.ranks else []
         parts += ["=".join(option) for option in self.options]
-        name = "-".join(map(str, [*parts, f"seed{self.seed}"])).replace("/", "_")
-        # It is a folder's, which has at most 255 bytes; --env-kwargs are long.
-        return name if len(name) <= 200 else f"{name[:180]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+        name = "-".join(map(str, parts)).replace("/", "_")
+        if len(name) > 200:  # it is a folder's, which has at most 255 bytes, and --env-kwargs are long
+            name = f"{name[:180]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+        return f"{name}-seed{self.seed}"
 
     def command(
         self, peers: Path | None, leanrl: Path | None = None, cleanrl: Path | None = None
