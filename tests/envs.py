@@ -86,8 +86,9 @@ class ScriptedPool(gym.Env):
 
     config: ClassVar = {"max_num_players": 1}
 
-    def __init__(self, task_id, env_type, *, num_envs, num_threads, seed, render_mode):
-        assert (env_type, len(seed)) == ("gymnasium", num_envs) and 1 <= num_threads <= num_envs
+    def __init__(self, task_id, env_type, *, num_envs, batch_size, num_threads, seed, render_mode):
+        assert (env_type, len(seed), batch_size) == ("gymnasium", num_envs, num_envs)
+        assert 1 <= num_threads <= num_envs
         self.envs, self.seed = [gym.make(task_id) for _ in seed], seed
         self.observation_space, self.action_space = self.envs[0].observation_space, self.envs[0].action_space
         self.over = np.ones(num_envs, bool)

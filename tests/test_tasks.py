@@ -70,7 +70,6 @@ def test_a_pool_gives_what_gymnasium_gives(name, kind, monkeypatch, tmp_path):
     monkeypatch.setattr(Scripted, "reset", lambda self, **_: reset(self, seed=None if self.seeds else 0))
     monkeypatch.setattr("envs.TRUNCATED", [1 - terminated for terminated in TERMINATED])  # never both at once
     monkeypatch.setattr("envpool.make", ScriptedPool)
-    monkeypatch.setattr("envpool.list_all_envs", lambda: [env_id[1]])
     several = ("--num-envs", 3, "--save-model", "--eval-episodes", 3)
     several += ("--num-minibatches", 3) if name in MEMORY else ()
     results = []
