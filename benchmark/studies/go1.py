@@ -107,8 +107,8 @@ def policy(run: Path) -> Callable[[np.ndarray], np.ndarray]:
     checkpoint = script["read"](max(run.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns))
     weights, moments = checkpoint["actor"], checkpoint["obs_normalizer"]
     actor_dim, action_dim = weights["fc1.weight"].shape[1], weights["fc_mu.weight"].shape[0]
-    actor, normalizer = script["Actor"](actor_dim, action_dim, device), script["EmpiricalNormalization"]
-    normalizer = normalizer(len(moments["mean"]), device)
+    actor = script["Actor"](actor_dim, action_dim, device)
+    normalizer = script["EmpiricalNormalization"](len(moments["mean"]), device)
     actor.load_state_dict(weights)
     normalizer.load_state_dict(moments)
 
