@@ -2,13 +2,13 @@
 # All that a CUDA device can tell in ten minutes, with no network, the most telling first:
 #
 #   1. driver, compiler, versions, and whether all is there that the tests import
-#   2. the tests that hold the stand-in for a CUDA graph against real ones
+#   2. the tests that need a GPU, several at a time: 107 s on 16 cores, beside part 3
 #   3. a short run of every twin with both flags, all at once, which also fills the caches of compiled code of
-#      part 4, and then with --cudagraphs alone
-#   4. the sweep, each run tried once: both flags, eager, --cudagraphs, --compile, both with TF32
+#      part 4: 80 s there, beside the tests
+#   4. the sweep, each run tried once: both flags and eager, then --cudagraphs, --compile, both with TF32 and
+#      with bfloat16; a run takes some 25 s, most of it start-up
 #   5. of the first script for continuous actions and the first for Atari: a profile with both flags, and the
 #      speed of a copy compiled with mode="reduce-overhead" in place of capture around compiled code
-#   6. tests/test_gpu.py, until the time is over
 #
 #   bash benchmark/gpu_check.sh [SCRIPT ...]      by default all eager scripts, whose twins are checked
 #
@@ -135,9 +135,9 @@ print(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
 print("torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN", torch.backends.cudnn.version())
 print("compilers:", *filter(None, map(shutil.which, ("gcc", "g++", "clang"))))
 print("Python.h:", Path(sysconfig.get_path("include"), "Python.h").exists())
-names = "triton tensordict gymnasium mujoco envpool pydantic tyro filelock tqdm tensorboard moviepy yaml"
+names = "triton tensordict gymnasium mujoco envpool pydantic tyro filelock tqdm tensorboard moviepy xdist"
 missing = []
-for name in [*names.split(), *"matplotlib psutil pynvml pytest submitit".split()]:
+for name in [*names.split(), *"yaml matplotlib psutil pynvml pytest submitit".split()]:
     try:
         print(name, getattr(importlib.import_module(name), "__version__", ""), end=", ")
     except Exception as error:
@@ -145,20 +145,22 @@ for name in [*names.split(), *"matplotlib psutil pynvml pytest submitit".split()
 raise SystemExit("\n".join(missing) or None)
 EOF
 timeout 30 nvidia-smi --query-gpu=driver_version,name,memory.total --format=csv,noheader
-part 60 0 "graphs of the stand-in and real ones" "$python" -m pytest -q -m gpu tests/test_capture.py
+processes=$((($(nproc) * 2 + 2) / 3)) # the others compile for these
+part 240 0 "tests on the GPU" "$python" -m pytest -q -rfE -m gpu -n $processes tests/test_capture.py \
+  tests/test_gpu.py
 begin 180 0 "twins with both flags" && short_runs both --compile --cudagraphs -- "$@"
 for name in "$@"; do # without graphs the code is the same
   cp -r "$(cache "$name" both)/." "$(cache "$name" compile)"
 done
-begin 60 0 "twins with --cudagraphs alone" && short_runs cudagraphs --cudagraphs -- "$@"
-for mode in both eager cudagraphs compile tf32 bfloat16_both; do
-  case $mode in tf32 | bfloat16_both)
-    precision=${mode%_both}
+for modes in "both eager" cudagraphs compile tf32 bfloat16_both; do
+  case $modes in tf32 | bfloat16_both)
+    precision=${modes%_both}
     begin 120 120 "twins with both flags, $precision" &&
-      short_runs $mode --compile --cudagraphs --precision "$precision" -- "$@"
+      short_runs "$modes" --compile --cudagraphs --precision "$precision" -- "$@"
     ;;
   esac
-  part 120 120 "speed of $mode" "$python" -m benchmark.sweep --scripts "$@" --seeds 1 --modes "$mode" \
+  # shellcheck disable=SC2086 # they are words
+  part 240 120 "speed of $modes" "$python" -m benchmark.sweep --scripts "$@" --seeds 1 --modes $modes \
     --attempts 1 --time-limit 0.75 --folder "$folder"
 done
 part 30 90 "the table" "$python" -m benchmark.report "$folder"
@@ -188,6 +190,5 @@ for kind in continuous atari; do # of each the first script
   # Inductor leaves functions uncaptured that change what it does not take for static: then this says nothing.
   echo "functions that were not captured: $(grep -c "skipping cudagraphs" "$copy.log")"
 done
-part 580 0 "tests on the GPU" "$python" -m pytest -v -rs -m gpu tests/test_gpu.py
 echo "results: $folder/results.jsonl, which as benchmark/results/gpu.jsonl is a table of ./run.sh report"
 exit $status

@@ -301,17 +301,36 @@ def numbers(globals_: dict) -> dict[str, Tensor]:
     for name, item in globals_["state"].items():
         values = adam_state(globals_, name) if "optimizer" in name else item.state_dict()
         found |= {f"{name}.{key}": value for key, value in values.items()}
-    return {name: value.detach() for name, value in found.items()}
+    return {name: value.detach().cpu() for name, value in found.items()}
 
 
-def assert_same_numbers(first: dict, second: dict, rtol: float = 1e-3, atol: float = 1e-4) -> None:
-    """Check that two runs computed the same `numbers`, up to rounding unless both tolerances are 0."""
+def assert_close_but_few(actual: dict, expected: dict, rtol: float, atol: float, share: float) -> None:
+    """Check tensors by name; `share` of the elements of each may be further apart than the tolerances.
+
+    Where a gradient is little more than rounding, Adam makes a step of either sign.
+    """
+    assert actual.keys() == expected.keys()
+    for name, values in expected.items():
+        apart = ~torch.isclose(actual[name], values, rtol=rtol, atol=atol)
+        assert apart.sum() <= share * apart.numel(), (name, actual[name][apart], values[apart])
+
+
+def assert_same_numbers(
+    first: dict, second: dict, rtol: float = 1e-3, atol: float = 1e-4, share: float = 0
+) -> None:
+    """Check that two runs computed the same `numbers`, up to rounding unless both tolerances are 0.
+
+    share: of the elements of a tensor, how many may be further apart.
+    """
     for name in ("global_step", "updates"):
         assert second[name] == first[name]
     for name in ("charts/episodic_return", "charts/episodic_length"):
         steps, others = ([step for step, _ in result["logged"].get(name, [])] for result in (first, second))
         assert steps == others
-    torch.testing.assert_close(numbers(second), numbers(first), rtol=rtol, atol=atol)
+    if share:
+        assert_close_but_few(numbers(second), numbers(first), rtol, atol, share)
+    else:
+        torch.testing.assert_close(numbers(second), numbers(first), rtol=rtol, atol=atol)
 
 
 def assert_episodes_are_counted(result: dict, steps: Iterable[Iterable]) -> None:

@@ -125,18 +125,23 @@ def test_machines_are_never_mixed():
 
 
 def test_figures_of_several_agents_are_those_of_all_that_were_not_lost():
-    """GPU seconds are those of a million steps that learn."""
+    """GPU seconds are those of a million steps that learn, where they take five seconds or more."""
     lines = [line("both", 700, gpu_busy_seconds=busy) for busy in (4.0, 5.0, 6.0)]
+    lines.append(line("eager", 2100, gpu_busy_seconds=1.0))
     agents = {"script": "sac_seeds", "seeds": [1, 2, 3, 4, 5], "lost_seeds": {"3": "why"}}
     agents |= {"episodic_return": [10.0, 30.0, None], "episodic_return_10": [11.0, 33.0, None]}
     lines.append(line("seeds_both", 400, gpu_busy_seconds=4.0, **agents))
     table = tables.speed_table([run | {"learning_starts": 2_000} for run in lines])
-    assert "| sac: LeanRL `--compile --cudagraphs` | 700 (700-700) |  |  |  | 1.0 | 500 |" in table
-    assert "| sac: LeanRL seeds, 4 agents `--compile --cudagraphs` | 400 |  |  |  | 1.0 | 100 |" in table
+    assert "| sac: LeanRL eager | 2100 | 1.00 |  |  | 1.0 |  |" in table
+    assert (
+        "| sac: LeanRL `--compile --cudagraphs` | 700 (700-700) | 0.33 (0.33-0.33) |  |  | 1.0 | 500 |"
+        in table
+    )
+    assert "| sac: LeanRL seeds, 4 agents `--compile --cudagraphs` | 400 | 0.19 |  |  | 1.0 | 100 |" in table
     assert "| sac_seeds, World-v0 | 12,000 | 11, 33 | 20 |" in tables.learning_table(lines)
     [bars] = plots.plot_speed(lines).axes
     labels = [text.get_text() for text in bars.get_yticklabels()]
-    assert labels == ["seeds, 4 agents --compile --cudagraphs", "--compile --cudagraphs"]
+    assert labels == ["seeds, 4 agents --compile --cudagraphs", "--compile --cudagraphs", "eager"]
 
 
 # ---- Files of results --------------------------------------------------------------------------------------

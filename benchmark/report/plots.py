@@ -143,9 +143,9 @@ def plot_gpu(lines: list[dict], curves: list[dict]):
         for mode in in_order(modes):
             last = modes[mode][-1]  # the first has compiled
             curve = curve_of[last["sweep"], last["job"]]
-            busy = statistics.median(map(busy_per_million, modes[mode]))
+            busy = busy_per_million(modes[mode])
             percent = 100 * np.array(curve["gpu_utilization"])
-            text = f"{label(mode, modes[mode])}: {busy:,.0f} s"
+            text = f"{label(mode, modes[mode])}{'' if busy is None else f': {busy:,.0f} s'}"
             axis.plot(curve["gpu_seconds"], percent, color=COLOURS[mode], label=text)
         axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
         axis.set_xlabel("seconds, start-up included")

@@ -73,10 +73,18 @@ def of_agents(runs: list[dict], key: str) -> list[float]:
     return [value for value in itertools.chain.from_iterable(values) if value is not None]
 
 
-def busy_per_million(line: dict) -> float:
-    """The seconds that the GPU is busy in a million agent steps of a run that learn, over all its agents."""
-    steps = (line["total_timesteps"] - line.get("learning_starts", 0)) * agents(line)
-    return 1e6 * line["gpu_busy_seconds"] / steps
+def busy_per_million(runs: list[dict]) -> float | None:
+    """The seconds that the GPU is busy in a million agent steps that learn, over all agents: the median.
+
+    It leaves out runs without a GPU, and those that learn for less than five seconds: the driver's figures
+    are up to a second old, and on an H100 they were 0 for runs of two seconds. None where no run is left.
+    """
+    values = []
+    for line in runs:
+        steps = (line["total_timesteps"] - line.get("learning_starts", 0)) * agents(line)
+        if line.get("gpu_busy_seconds") is not None and steps / line["sps"] >= 5:
+            values.append(1e6 * line["gpu_busy_seconds"] / steps)
+    return statistics.median(values) if values else None
 
 
 def machine_of(line: dict) -> tuple:
@@ -151,9 +159,9 @@ def speed_table(lines: list[dict]) -> str:
             ratios = [ratio(runs, modes[base]) if base in modes else "" for base in ("eager", "sbx")]
             startup = [[line for line in runs if line.get("cold_start") is cold] for cold in (True, False)]
             startup = [median_of(part, "startup_seconds") for part in startup]
-            busy = [busy_per_million(line) for line in runs if line.get("gpu_busy_seconds") is not None]
+            busy = busy_per_million(runs)
             name = f"{algorithm}{f', {env_id}, {steps:,} steps' if several else ''}: {name_of(mode, runs)}"
-            gpu = [f"{statistics.median(busy):.0f}" if busy else ""] if on_gpu else []
+            gpu = ["" if busy is None else f"{busy:.0f}"] if on_gpu else []
             rows.append([name, spread([line["sps"] for line in runs]), *ratios, *startup, *gpu])
     header = ["", "steps/s, median (range)", "x eager (by seed)", "x SBX (by seed)", "start-up cold, s"]
     header += ["warm, s", *(["GPU-busy s per 1M steps that learn"] if on_gpu else [])]
