@@ -2,19 +2,21 @@
 # All that a CUDA device can tell in ten minutes, with no network, the most telling first:
 #
 #   1. driver, compiler, versions, and whether all is there that the tests import
-#   2. the tests that need a GPU, several at a time: 107 s on 16 cores, beside part 3
+#   2. the tests that need a GPU, several at a time: 68 of them took 107 s on 16 cores
 #   3. a short run of every twin with both flags, all at once, which also fills the caches of compiled code of
-#      part 4: 80 s there, beside the tests
+#      part 4: 80 s there
 #   4. the sweep, each run tried once: both flags and eager, then --cudagraphs, --compile, both with TF32 and
-#      with bfloat16; a run takes some 25 s, most of it start-up
+#      with bfloat16; a run takes 20 to 30 s with both flags, and 15 to 70 s eager
 #   5. of the first script for continuous actions and the first for Atari: a profile with both flags, and the
 #      speed of a copy compiled with mode="reduce-overhead" in place of capture around compiled code
 #
-#   bash benchmark/gpu_check.sh [SCRIPT ...]      by default all eager scripts, whose twins are checked
+#   bash benchmark/gpu_check.sh [SCRIPT ...]      by default all eager scripts, whose twins are checked; ten
+#                                                 minutes are enough for the speed of some four
 #
-# SECONDS_IN_ALL (580) is its time limit. FOLDER, by default a new one in sweeps/, gets results.jsonl, plots,
-# logs and traces; a second call with the same folder does what is missing. PYTHON names an interpreter, else
-# the first that sees CUDA of .venv/bin/python, python3 and python is taken.
+# SECONDS_IN_ALL (580) is its time limit; all parts of all scripts may take 2400. FOLDER, by default a new one
+# in sweeps/, gets results.jsonl, plots, logs and traces; a second call with the same folder does what is
+# missing. PYTHON names an interpreter, else the first that sees CUDA of .venv/bin/python, python3 and python
+# is taken.
 # Exit status: 0 all is well or there is no GPU, 1 a part failed or had no time, 2 nothing sees the GPU.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -145,10 +147,11 @@ for name in [*names.split(), *"yaml matplotlib psutil pynvml pytest submitit".sp
 raise SystemExit("\n".join(missing) or None)
 EOF
 timeout 30 nvidia-smi --query-gpu=driver_version,name,memory.total --format=csv,noheader
-processes=$((($(nproc) * 2 + 2) / 3)) # the others compile for these
-part 240 0 "tests on the GPU" "$python" -m pytest -q -rfE -m gpu -n $processes tests/test_capture.py \
+# The other cores are for Inductor's processes; each test process takes some 1.5 GiB of the GPU.
+processes=$((($(nproc) * 2 + 2) / 3))
+part 240 110 "tests on the GPU" "$python" -m pytest -q -rfE -m gpu -n $processes tests/test_capture.py \
   tests/test_gpu.py
-begin 180 0 "twins with both flags" && short_runs both --compile --cudagraphs -- "$@"
+begin 180 110 "twins with both flags" && short_runs both --compile --cudagraphs -- "$@"
 for name in "$@"; do # without graphs the code is the same
   cp -r "$(cache "$name" both)/." "$(cache "$name" compile)"
 done
@@ -161,7 +164,7 @@ for modes in "both eager" cudagraphs compile tf32 bfloat16_both; do
   esac
   # shellcheck disable=SC2086 # they are words
   part 240 120 "speed of $modes" "$python" -m benchmark.sweep --scripts "$@" --seeds 1 --modes $modes \
-    --attempts 1 --time-limit 0.75 --folder "$folder"
+    --attempts 1 --time-limit 1.5 --folder "$folder"
 done
 part 30 90 "the table" "$python" -m benchmark.report "$folder"
 for kind in continuous atari; do # of each the first script

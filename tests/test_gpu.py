@@ -36,9 +36,9 @@ REACHER = ("--env-id", "Reacher-v4", "--learning-starts", 64, "--total-timesteps
 ROLLOUTS = ("--num-minibatches", 2, "--update-epochs", 2, "--num-envs")
 CHOICES = ("--num-envs", 65, "--train-frequency", 65, "--target-network-frequency", 195)
 CHOICES += ("--learning-starts", 65, "--total-timesteps", 1365)
-# A dozen gradient steps or two, and how far parameters may be apart: a step of the learning rate, as in
+# Some 8 to 21 gradient steps, and how far parameters may be apart: a step of the learning rate, as in
 # test_twins.py. With so many environments the policies of PPO and DQN are PyTorch's, too.
-MANY = (*ROLLOUTS, 257, "--num-steps", 4, "--total-timesteps", 2500)
+MANY = (*ROLLOUTS, 258, "--num-steps", 4, "--total-timesteps", 2500)
 RUNS = {
     (False, "continuous"): (run, (*REACHER, 85), 1e-3),
     (False, "discrete"): (play, CHOICES, 1e-3),
@@ -46,16 +46,14 @@ RUNS = {
     (True, "discrete"): (play, MANY, 3e-4),
     (True, "atari"): (play, (*ROLLOUTS, 2, "--num-steps", 16, "--total-timesteps", 64), 3e-4),
 }
-# What share of a tensor may be further apart: on an H100, 2 of 65,536 weights of SAC are, by 4 steps.
+# What share of a tensor of compiled code may be further apart: on an H100, of the first tensor of SAC that
+# was not close, 2 of 65,536 weights by some 4 steps.
 FEW = 1e-4
 
 
 def how(script: str) -> tuple:
     """How to train with a script, its arguments, and how far parameters may be apart."""
-    train, args, atol = RUNS[algorithm(script).on_policy, algorithm(script).actions]
-    if script in MEMORY and script not in ATARI:  # a minibatch is of whole environments, whose number is odd
-        args = ("--num-minibatches", 1, *args[args.index("--update-epochs") :])
-    return train, args, atol
+    return RUNS[algorithm(script).on_policy, algorithm(script).actions]
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +71,8 @@ def test_twin_computes_what_the_eager_script_does_and_goes_on(script, flags, tmp
     (train, args, atol), options = how(script), {"cuda": True, "directory": tmp_path}
     with draws_of_a_twin(script):
         eager = train(script, *args, cuda=True)
-    # Compiled code has random numbers of its own on a GPU; here it is to draw what the eager script draws.
+    # Compiled code has random numbers of its own on a GPU. This copy draws what the eager script draws; the
+    # script sets the option for the whole process, so it is put back.
     drawn = ('fallback_random = device.type == "cpu"', "fallback_random = True")
     with torch._inductor.config.patch(fallback_random=True), changed(f"{script}_torchcompile", *drawn):
         twin = train(f"{script}_torchcompile", *args, *flags, "--save-model", **options)
@@ -82,7 +81,7 @@ def test_twin_computes_what_the_eager_script_does_and_goes_on(script, flags, tmp
             assert train(f"{script}_torchcompile", *more, **options)["updates"] > twin["updates"]
     assert twin["device"].type == "cuda"
     assert twin["summary"]["cudagraphs"] == ("--cudagraphs" in flags)
-    assert_same_numbers(eager, twin, atol=atol, share=FEW)
+    assert_same_numbers(eager, twin, atol=atol, share=FEW if "--compile" in flags else 0)
     for result in (eager, twin):
         assert_no_wait(result)
 

@@ -66,7 +66,7 @@ def expected(*scripts: str) -> list[str]:
     for modes in ("both eager", "cudagraphs", "compile", "tf32", "bfloat16_both"):
         precision = {"tf32": "tf32", "bfloat16_both": "bfloat16"}.get(modes)
         asked += short_runs(modes, f"{BOTH} --precision {precision}") if precision else []
-        options = f"--seeds 1 --modes {modes} --attempts 1 --time-limit 0.75 --folder FOLDER"
+        options = f"--seeds 1 --modes {modes} --attempts 1 --time-limit 1.5 --folder FOLDER"
         asked.append(f" -m benchmark.sweep --scripts {' '.join(scripts)} {options}")
     asked.append(" -m benchmark.report FOLDER")
     for kind in ("continuous", "atari"):

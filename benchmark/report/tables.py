@@ -77,7 +77,7 @@ def busy_per_million(runs: list[dict]) -> float | None:
     """The seconds that the GPU is busy in a million agent steps that learn, over all agents: the median.
 
     It leaves out runs without a GPU, and those that learn for less than five seconds: the driver's figures
-    are up to a second old, and on an H100 they were 0 for runs of two seconds. None where no run is left.
+    are up to a second old, and on an H100 they were 0 for two and three seconds. None where no run is left.
     """
     values = []
     for line in runs:
