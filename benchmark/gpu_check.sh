@@ -13,10 +13,10 @@
 #   bash benchmark/gpu_check.sh [SCRIPT ...]      by default all eager scripts, whose twins are checked; ten
 #                                                 minutes are enough for the speed of some four
 #
-# SECONDS_IN_ALL (580) is its time limit; all parts of all scripts may take 2400. FOLDER, by default a new one
-# in sweeps/, gets results.jsonl, plots, logs and traces; a second call with the same folder does what is
-# missing. PYTHON names an interpreter, else the first that sees CUDA of .venv/bin/python, python3 and python
-# is taken.
+# SECONDS_IN_ALL (580) is its time limit; for all parts of all scripts it should be 3600. FOLDER, by default a
+# new one in sweeps/, gets results.jsonl, plots, logs and traces; a second call with the same folder does what
+# is missing. PYTHON names an interpreter, else the first that sees CUDA of .venv/bin/python, python3 and
+# python is taken.
 # Exit status: 0 all is well or there is no GPU, 1 a part failed or had no time, 2 nothing sees the GPU.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -147,7 +147,7 @@ for name in [*names.split(), *"yaml matplotlib psutil pynvml pytest submitit".sp
 raise SystemExit("\n".join(missing) or None)
 EOF
 timeout 30 nvidia-smi --query-gpu=driver_version,name,memory.total --format=csv,noheader
-# The other cores are for Inductor's processes; each test process takes some 1.5 GiB of the GPU.
+# The other cores are for Inductor's processes. A run takes 1.5 to 2.2 GiB of the GPU.
 processes=$((($(nproc) * 2 + 2) / 3))
 part 240 110 "tests on the GPU" "$python" -m pytest -q -rfE -m gpu -n $processes tests/test_capture.py \
   tests/test_gpu.py
@@ -163,7 +163,7 @@ for modes in "both eager" cudagraphs compile tf32 bfloat16_both; do
     ;;
   esac
   # shellcheck disable=SC2086 # they are words
-  part 240 120 "speed of $modes" "$python" -m benchmark.sweep --scripts "$@" --seeds 1 --modes $modes \
+  part 1200 120 "speed of $modes" "$python" -m benchmark.sweep --scripts "$@" --seeds 1 --modes $modes \
     --attempts 1 --time-limit 1.5 --folder "$folder"
 done
 part 30 90 "the table" "$python" -m benchmark.report "$folder"
@@ -193,5 +193,5 @@ for kind in continuous atari; do # of each the first script
   # Inductor leaves functions uncaptured that change what it does not take for static: then this says nothing.
   echo "functions that were not captured: $(grep -c "skipping cudagraphs" "$copy.log")"
 done
-echo "results: $folder/results.jsonl, which as benchmark/results/gpu.jsonl is a table of ./run.sh report"
+echo "results: $folder/results.jsonl; added to benchmark/results/gpu.jsonl, ./run.sh report shows them"
 exit $status

@@ -34,8 +34,8 @@ def check(folder: Path, *scripts: str, **variables: str) -> tuple[int, str, list
     for name, content in (programs | {"nvidia-smi": "#!/bin/sh\n$SMI\n"}).items():
         (folder / name).write_text(content)
         (folder / name).chmod(0o755)
-    ours = ("TORCHINDUCTOR_CACHE_DIR", "OMP_NUM_THREADS")  # of which nproc is a reader, too
-    env = {key: value for key, value in os.environ.items() if key not in ours}
+    left_out = ("TORCHINDUCTOR_CACHE_DIR", "OMP_NUM_THREADS")  # nproc prints the latter where it is set
+    env = {key: value for key, value in os.environ.items() if key not in left_out}
     env |= {"PATH": f"{folder}:{os.environ['PATH']}", "SEES": "exit 0", "SMI": "echo GPU 0"}
     env |= {"PYTHON_OF_TESTS": sys.executable}
     env |= {"PYTHON": "interpreter", "NOTES": str(folder / "notes"), "FOLDER": "out", **variables}
