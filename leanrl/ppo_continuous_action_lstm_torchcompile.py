@@ -1,4 +1,4 @@
-# LeanRL 0.1.0
+# LeanRL 0.2.0
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [

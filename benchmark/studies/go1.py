@@ -70,7 +70,8 @@ def table(lines: list[dict]) -> str:
             cells.append(", ".join(f"{of[seed][key]:.{digits}f}" if seed in of else "-" for seed in seeds))
         rows.append([*cells, f"{statistics.mean(run['velocity'] for run in runs):.2f}"])
     named = ", ".join(map(str, seeds))
-    header = ["steps, penalties", "minutes", f"return, seeds {named}", "length", "velocity error, m/s", "of"]
+    header = ["steps, penalties", "minutes", f"return, seeds {named}", "length"]
+    header += ["velocity error, m/s", "commanded, m/s"]
     return markdown(header, rows)
 
 
