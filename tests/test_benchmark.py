@@ -298,6 +298,16 @@ def test_the_end_of_a_log_has_the_last_state_of_a_progress_bar(tmp_path):
     assert process.last_lines(tmp_path / "log.txt").splitlines() == ["first", "100%|", "Traceback"]
 
 
+def test_the_end_of_a_log_of_ranks_has_what_a_rank_said(tmp_path):
+    rank, log = tmp_path / "rank.py", tmp_path / "log.txt"
+    rank.write_text("raise SystemExit('no such environment')")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", rank]
+    with log.open("w") as stderr:
+        subprocess.run(command, stderr=stderr)
+    said, told = process.last_lines(log).splitlines()
+    assert said == "no such environment" and "failed (exitcode: 1) local_rank: 0" in told
+
+
 @pytest.mark.parametrize("printed", ["", "[" * 100_000, "[1]", '{"sps": 1}\n...'])
 def test_a_run_that_ends_with_anything_but_an_object_has_printed_no_summary(printed, tmp_path):
     (tmp_path / "stdout.txt").write_text(printed)

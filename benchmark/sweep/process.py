@@ -10,6 +10,7 @@ import ctypes
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -112,8 +113,13 @@ def tail(path: Path, size: int = 20_000) -> str:
 
 
 def last_lines(log: Path, count: int = 20) -> str:
-    """The end of a log, without the states that a progress bar went through; nothing where there is none."""
+    """The end of a log, without the states that a progress bar went through; nothing where there is none.
+
+    torchrun's account of a rank that failed, of thirty lines, ends with its first one.
+    """
     lines = tail(log).rstrip().split("\n") if log.exists() else []
+    told = (number for number, line in enumerate(lines, 1) if re.match(r"E\d{4} .*torch/distributed", line))
+    lines = lines[: next(told, None)]
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines[-count:])
 
 
