@@ -141,14 +141,13 @@ def captured_on_cpu() -> Iterator[list[float]]:
 
     Gives the `time.perf_counter()` of each capture.
     """
-    earlier = with_history()  # what other tests have left has nothing to do with this run
     capture_times: list[float] = []
 
     @contextmanager
     def capture(graph: Graph, stream: Mock | None = None) -> Iterator[None]:
         # The node of a parameter in such a history remembers the stream on which it was made. A capture that
         # reaches the node later, on its own stream, ends with an error.
-        if histories := [t for t in with_history() if not any(t is other for other in earlier)]:
+        if histories := with_history():
             raise CaptureError(f"a history is alive when a capture begins, of {histories}")
         capture_times.append(time.perf_counter())
         rng = torch.get_rng_state()
@@ -161,4 +160,8 @@ def captured_on_cpu() -> Iterator[list[float]]:
     streams = dict.fromkeys(("Stream", "current_stream"), lambda *_: Mock())
     streams |= {"stream": nullcontext, "Event": torch.cpu.Event}
     with pretended_cuda("cpu"), patch.multiple(torch.cuda, CUDAGraph=Graph, graph=capture, **streams):
-        yield capture_times
+        gc.freeze()  # what other tests have left has nothing to do with this run, and is not looked at
+        try:
+            yield capture_times
+        finally:
+            gc.unfreeze()

@@ -65,16 +65,13 @@ def test_captured_runs_and_those_that_go_on_compute_the_same(case, tmp_path):
         return run, tmp_path / run["folder"] / f"{run['global_step']}.pt"
 
     first, checkpoint = train(1)
+    with captured_on_cpu() as capture_times:
+        captured, own = train(1, "--cudagraphs", cuda=True)
+    first_step = captured["START_TIME"] + captured["summary"]["startup_seconds"]
+    assert max(capture_times) < first_step
+    assert captured["summary"]["cudagraphs"] and captured["updates"] >= 8
+    assert_same_numbers(first, captured, rtol=0, atol=0)
     second, _ = train(2, "--resume", checkpoint)
-    resume = ()
-    for rounds, expected in enumerate((first, second), start=1):
-        with captured_on_cpu() as capture_times:
-            captured, own = train(rounds, *resume, "--cudagraphs", cuda=True)
-        resume = ("--resume", own)
-        first_step = captured["START_TIME"] + captured["summary"]["startup_seconds"]
-        assert max(capture_times) < first_step
-        assert captured["summary"]["cudagraphs"] and captured["updates"] >= 8
-        assert_same_numbers(expected, captured, rtol=0, atol=0)
 
     if NO_DRIVER:
         return
@@ -89,7 +86,7 @@ def test_captured_runs_and_those_that_go_on_compute_the_same(case, tmp_path):
         patch.multiple(torch.accelerator, **current),
         torch._dynamo.config.patch(error_on_recompile=True),
     ):
-        compiled, _ = train(2, "--resume", checkpoint, "--compile", "--cudagraphs", cuda=True)
+        compiled, _ = train(2, "--resume", own, "--compile", "--cudagraphs", cuda=True)
     assert compiled["summary"]["cudagraphs"]
     assert counters["stats"]["unique_graphs"] == graphs
     assert next(asked) > graphs  # that is, not only while it compiles
@@ -214,7 +211,8 @@ def test_a_tensor_or_number_that_is_not_what_it_was_is_seen_at_the_next_look(dir
 def test_what_alternates_is_seen(direct, change):
     numbers = Numbers()
     function = direct(numbers.__call__)
-    with pytest.raises(RuntimeError):
+    message = {"rebind": r"shape \[4\] was replaced", "count": r"number.* == 2\.0"}[change]
+    with pytest.raises(RuntimeError, match=message):
         for _ in range(20):
             function(torch.ones(4))
             getattr(numbers, change)()

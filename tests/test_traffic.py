@@ -9,11 +9,12 @@ import torch
 from conftest import ACTOR_CRITIC, DQN, OFF_POLICY, ROOT, SCRIPTS, SEEDS, TWINS, play
 from traffic import TrafficError, counted_traffic
 
-# A gradient step after each of 40 steps, without a log entry; or rollouts of eight, with four of them.
-STEPS = ("--learning-starts", 20, "--batch-size", 8, "--log-every", 1000, "--total-timesteps", 60)
+# A gradient step after each of 22 steps, without a log entry; or four rollouts of eight, with four of them.
+STEPS = ("--learning-starts", 20, "--batch-size", 8, "--log-every", 1000, "--total-timesteps", 42)
 EACH_STEP = ("--train-frequency", 1, "--target-network-frequency", 2)
 ROLLOUTS = ("--num-steps", 8, "--num-minibatches", 2, "--update-epochs", 2)
-STEADY = slice(24, 40)  # of the steps: two rollouts, or an even number of gradient steps
+# Of the steps an even number of gradient steps, or the second rollout and the third.
+STEADY = {"off-policy": slice(24, 40), "on-policy": slice(8, 24)}
 EVENTS = ("to the device", "to the host", "wait", "operation")
 OVERLAPPED = [*SEEDS, *(name for name in ACTOR_CRITIC if name in TWINS)]
 
@@ -26,12 +27,13 @@ def row(command: str) -> str:
         args = (*STEPS, *options, *(EACH_STEP if name in DQN else ()))
     else:
         num_envs = int(options[-1]) if options else 2
-        args = (*ROLLOUTS, "--num-envs", num_envs, "--total-timesteps", 48 * num_envs)
+        args = (*ROLLOUTS, "--num-envs", num_envs, "--total-timesteps", 32 * num_envs)
     with counted_traffic() as traffic, TemporaryDirectory() as directory:
         run = play(name, *args, "--save-model", "--eval-episodes", 1, cuda=True, directory=Path(directory))
         assert [*Path(directory).glob(f"runs/*/{run['global_step']}.pt")]
     assert run["updates"] >= 16
-    counted = [after - before for before, after in pairwise(traffic.steps)][STEADY]
+    counted = [after - before for before, after in pairwise(traffic.steps)]
+    counted = counted[STEADY["off-policy" if off_policy else "on-policy"]]
     if name in OVERLAPPED:
         # While actions are on their way all is launched but the policy and the row that is stored.
         assert all(0 < step["operation"] - step["operation meanwhile"] < 50 for step in counted)
