@@ -76,7 +76,7 @@ class Args:
     checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
     resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
     evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; also makes one at the end
+    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; if given, one ends the run
     eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
     log_every: PositiveInt = 1_000  # agent steps between two log entries
 
@@ -101,7 +101,7 @@ class Args:
     policy_noise: NonNegativeFloat = 0.1  # the standard deviation of the noise on target actions in [-1, 1]
     noise_clip: NonNegativeFloat = 0.5  # the bound on the noise on target actions
     std_min: NonNegativeFloat = 0.1  # the least standard deviation of the exploration noise in an episode
-    std_max: NonNegativeFloat = 0.4  # the most
+    std_max: NonNegativeFloat = 0.4  # the largest
     critic_hidden_dim: Annotated[int, Field(ge=4)] = 256  # units of a critic's first layer, then 1/2 and 1/4
     actor_hidden_dim: Annotated[int, Field(ge=4)] = 256  # units of the actor's first layer, then 1/2 and 1/4
     num_atoms: Annotated[int, Field(ge=2)] = 101  # the values that a critic gives probabilities
@@ -120,7 +120,7 @@ def make_env(args: Args, videos: Path | None = None) -> gym.Env:
         if videos and (renderer := getattr(env.unwrapped, "mujoco_renderer", None)):
             import mujoco
 
-            # Gymnasium 1.4 lets a HalfCheetah run out of sight. Without such a camera this is -1, its choice.
+            # Gymnasium 1.4 lets a HalfCheetah run out of sight. Without that camera it is -1, the default.
             renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
         try:
             env = gym.wrappers.FilterObservation(env, args.obs_keys) if args.obs_keys else env
@@ -296,11 +296,11 @@ def parse_args() -> tuple[Args, dict]:
 
 
 def read(file: Path) -> dict:
-    """The content of a checkpoint, of which nothing is executed; empty if the file is none."""
+    """The content of a checkpoint, of which nothing is executed; of another file, the error."""
     try:
         return dict(torch.load(file, map_location="cpu", weights_only=True))
-    except Exception:  # torch.load raises what it likes where a file is none of its own
-        return {}
+    except Exception as error:  # torch.load raises what it likes
+        return {"error": str(error).split("Unpickler error: ")[-1][:300]}
 
 
 def load_checkpoint(args: Args) -> dict:
@@ -310,7 +310,7 @@ def load_checkpoint(args: Args) -> dict:
     file = max(in_folder, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
     script = (checkpoint := read(file)).get("script")
     if not script:
-        refuse(f"{file} is not a checkpoint or a folder with one")
+        refuse(f"{file} is not a checkpoint or a folder with one: {checkpoint.get('error', 'no script')}")
     if args.resume and (script != Path(__file__).stem or not file.stem.isdecimal()):
         refuse(f"--resume takes a numbered checkpoint of this script, not {file} of {script}.py")
     print(f"{'Going on from' if args.resume else 'Evaluating'} {file}", file=sys.stderr)
@@ -331,6 +331,8 @@ def save_checkpoint(args: Args, writer: SummaryWriter, name: str, state: dict, p
 def load_states(state: dict, checkpoint: dict) -> None:
     """Give modules and optimizers their states back; settings of an optimizer are those of the arguments."""
     for name, item in state.items():
+        if name not in checkpoint:
+            refuse(f"{checkpoint['file']} of {checkpoint['script']}.py has no {name}")
         settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
         item.load_state_dict(checkpoint[name] | settings)
 
@@ -350,9 +352,7 @@ def stop_on_signals() -> list[int]:
     return received
 
 
-def evaluate(
-    args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]
-) -> tuple[list[float], list[dict]]:
+def evaluate(args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]) -> tuple:
     """Play whole episodes with a policy from an observation to an action: their returns and last infos.
 
     The network is in evaluation mode meanwhile, as dropout and batch normalisation ask for.
@@ -385,9 +385,9 @@ def make(args: Args, videos: Path | None) -> gym.Env:
         refuse(f"--env-id {args.env_id}: {error}")
     except Exception as error:
         unloaded = "MUJOCO_GL" in os.environ and "mujoco" not in sys.modules  # whose import asks for it
+        unloaded &= "mujoco" in str(gym.registry.get(args.env_id))
         ours = unloaded or args.env_kwargs or isinstance(error, ImportError | TypeError)
-        told = ":" not in args.env_id and ours
-        if not (told or (videos and "render_mode" in str(error))):
+        if not ((ours and ":" not in args.env_id) or (videos and "render_mode" in str(error))):
             raise
         refuse(f"--env-id {args.env_id}: {error}{'; unset MUJOCO_GL or install that library' * unloaded}")
 
@@ -501,7 +501,7 @@ if __name__ == "__main__":
     progress = {"global_step": 0, "updates": 0, "returns": [], "successes": []}
     progress |= {"last_eval": 0, "best_eval": -math.inf} | (checkpoint["progress"] if args.resume else {})
     global_step, updates = progress["global_step"], progress["updates"]
-    returns, successes = progress["returns"], progress["successes"]  # these very lists
+    returns, successes = progress["returns"], progress["successes"]  # not copies: checkpoints have them
 
     name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
     folder = checkpoint["file"].parent if args.resume else Path("runs", name)
@@ -576,15 +576,15 @@ if __name__ == "__main__":
         return obs_normalizer(obs), actions, returns, discounts, obs_normalizer(next_obs)
 
     def update_critics() -> Tensor:
-        """One gradient step of the critics on a new batch; returns its observations (batch_size, obs_dim)."""
+        """One gradient step of the critics and their targets; returns the standardised obs of its batch."""
         with torch.no_grad():
             obs, actions, returns, discounts, next_obs = sample()
             noise = (args.policy_noise * torch.randn_like(actions)).clamp(-args.noise_clip, args.noise_clip)
             next_actions = (actor(next_obs[:, -actor_dim:]) + noise).clamp(-1, 1)
             atoms = (returns + discounts * support).clamp(args.v_min, args.v_max)
             probs1, probs2 = (qf(next_obs, next_actions).softmax(1) for qf in (qf1_target, qf2_target))
-            first = (probs1 * atoms).sum(1, keepdim=True) < (probs2 * atoms).sum(1, keepdim=True)
-            target_probs = project(torch.where(first, probs1, probs2), atoms, support)
+            values1, values2 = ((probs * atoms).sum(1, keepdim=True) for probs in (probs1, probs2))
+            target_probs = project(torch.where(values1 < values2, probs1, probs2), atoms, support)
         qf1_logits, qf2_logits = qf1(obs, actions), qf2(obs, actions)
         qf1_loss, qf2_loss = (F.cross_entropy(x, target_probs) for x in (qf1_logits, qf2_logits))
         q_optimizer.zero_grad()
@@ -713,7 +713,7 @@ if __name__ == "__main__":
                     sps_time += time.perf_counter() - pause
                 at_the_end = last and (args.save_model or args.checkpoint_every)
                 if at_the_end or global_step - saved_step >= checkpoint_every:
-                    rows = buffer[:global_step].clone()  # a view would be saved with all of its memory
+                    rows = buffer[:global_step].to("cpu", copy=True)  # of a view all would be saved
                     save_checkpoint(args, writer, f"{global_step}.pt", state, progress, buffer=rows)
                     saved_step = global_step
 

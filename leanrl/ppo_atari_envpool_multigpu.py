@@ -89,7 +89,7 @@ class Args:
     checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
     resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
     evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; also makes one at the end
+    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; if given, one ends the run
     eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
     compile: bool = False  # compile the policy, the preparation of the batch and the gradient step
     cudagraphs: bool = False  # capture the policy, the preparation of the batch and the gradient step
@@ -112,7 +112,7 @@ class Args:
     ent_coef: NonNegativeFloat = 0.01  # the weight of the entropy
     vf_coef: NonNegativeFloat = 0.5  # the weight of the value loss
     max_grad_norm: NonNegativeFloat = 0.5  # the norm that gradients are clipped to
-    target_kl: NonNegativeFloat | None = None  # the KL after an epoch that ends learning from a rollout
+    target_kl: NonNegativeFloat | None = None  # an epoch with a larger KL is the last one of its rollout
 
 
 # ---- Environment -------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def make_envs(
         refuse("the games need the package envpool: requirements/envpool.txt")
     if envpool.registration.registry.specs.get(args.env_id, ("",))[0] != "envpool.atari":
         refuse(f"--env-id takes an Atari game of EnvPool, such as Breakout-v5, not {args.env_id}")
-    # Seeds of 31 bits. From one EnvPool would count up: seeds 1 and 2 would share all games but one.
+    # EnvPool takes 31 bits. From one seed it counts up: then seeds 1 and 2 share all games but one.
     own = slice(rank * args.num_envs, (rank + 1) * args.num_envs)  # [ranks: own environments]
     seeds = np.random.SeedSequence([args.seed, step, not learning]).generate_state(own.stop)[own] >> 1
     options = {"seed": seeds.tolist(), "num_threads": args.env_threads, "env_type": "gymnasium"}
@@ -387,11 +387,11 @@ def parse_args() -> tuple[Args, dict]:
 
 
 def read(file: Path) -> dict:
-    """The content of a checkpoint, of which nothing is executed; empty if the file is none."""
+    """The content of a checkpoint, of which nothing is executed; of another file, the error."""
     try:
         return dict(torch.load(file, map_location="cpu", weights_only=True))
-    except Exception:  # torch.load raises what it likes where a file is none of its own
-        return {}
+    except Exception as error:  # torch.load raises what it likes
+        return {"error": str(error).split("Unpickler error: ")[-1][:300]}
 
 
 def load_checkpoint(args: Args) -> dict:
@@ -401,7 +401,7 @@ def load_checkpoint(args: Args) -> dict:
     file = max(in_folder, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
     script = (checkpoint := read(file)).get("script")
     if not script:
-        refuse(f"{file} is not a checkpoint or a folder with one")
+        refuse(f"{file} is not a checkpoint or a folder with one: {checkpoint.get('error', 'no script')}")
     if args.resume and (script != Path(__file__).stem or not file.stem.isdecimal()):
         refuse(f"--resume takes a numbered checkpoint of this script, not {file} of {script}.py")
     print(f"{'Going on from' if args.resume else 'Evaluating'} {file}", file=sys.stderr)
@@ -422,6 +422,8 @@ def save_checkpoint(args: Args, writer: SummaryWriter, name: str, state: dict, p
 def load_states(state: dict, checkpoint: dict) -> None:
     """Give modules and optimizers their states back; settings of an optimizer are those of the arguments."""
     for name, item in state.items():
+        if name not in checkpoint:
+            refuse(f"{checkpoint['file']} of {checkpoint['script']}.py has no {name}")
         settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
         item.load_state_dict(checkpoint[name] | settings)
 
@@ -441,9 +443,7 @@ def stop_on_signals() -> list[int]:
     return received
 
 
-def evaluate(
-    args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]
-) -> tuple[list[float], list[dict]]:
+def evaluate(args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]) -> tuple:
     """Play whole episodes with a policy from an observation to an action: their returns and last infos.
 
     The network is in evaluation mode meanwhile, as dropout and batch normalisation ask for.
@@ -738,7 +738,7 @@ if __name__ == "__main__":
             steps["valid"][0] = steps["valid"][-1]
             agent_steps, ended = 0, []  # [ranks: one run]
             for step in range(args.num_steps):
-                rollout[step, :, :3] = act(rollout_obs[step])  # sync; the first three columns
+                rollout[step, :, :3] = act(rollout_obs[step])  # sync: action, log_prob, value
                 actions = rollout[step, :, 0].int().numpy()
                 next_obs, rewards, terminated, truncated, infos = envs.step(actions)
                 frames = torch.from_numpy(next_obs).to(device, non_blocking=True)
@@ -780,7 +780,6 @@ if __name__ == "__main__":
             progress |= {"global_step": global_step, "updates": updates}
             signals = [*chain(*gathered(stopping[:1]))]  # [ranks: one run] of one rank, they end all
             stopping += signals
-            last = bool(signals) or global_step + ranks * batch_size > args.total_timesteps
             if rank == 0 and global_step // eval_every > progress["last_eval"] // eval_every:
                 pause = time.perf_counter()
                 game = make_envs(replace(args, num_envs=1), 0, learning=False)
@@ -792,6 +791,7 @@ if __name__ == "__main__":
                         progress["best_eval"] = mean
                         save_checkpoint(args, writer, "best.pt", state, progress)
                 sps_time += time.perf_counter() - pause
+            last = any(signals) or global_step + ranks * batch_size > args.total_timesteps  # [ranks: one run]
             at_the_end = last and (args.save_model or args.checkpoint_every)
             # [ranks: one run]
             if rank == 0 and (at_the_end or global_step - saved_step >= checkpoint_every):

@@ -84,7 +84,7 @@ class Args:
     checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
     resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
     evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; also makes one at the end
+    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; if given, one ends the run
     eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
     compile: bool = False  # compile the policy, the preparation of the batch and the gradient step
     cudagraphs: bool = False  # capture the policy, the preparation of the batch and the gradient step
@@ -109,7 +109,7 @@ class Args:
     ent_coef: NonNegativeFloat = 0.01  # the weight of the entropy
     vf_coef: NonNegativeFloat = 0.5  # the weight of the value loss
     max_grad_norm: NonNegativeFloat = 0.5  # the norm that gradients are clipped to
-    target_kl: NonNegativeFloat | None = None  # the KL after an epoch that ends learning from a rollout
+    target_kl: NonNegativeFloat | None = None  # an epoch with a larger KL is the last one of its rollout
 
 
 # ---- Environment -------------------------------------------------------------------------------------------
@@ -354,11 +354,11 @@ def parse_args() -> tuple[Args, dict]:
 
 
 def read(file: Path) -> dict:
-    """The content of a checkpoint, of which nothing is executed; empty if the file is none."""
+    """The content of a checkpoint, of which nothing is executed; of another file, the error."""
     try:
         return dict(torch.load(file, map_location="cpu", weights_only=True))
-    except Exception:  # torch.load raises what it likes where a file is none of its own
-        return {}
+    except Exception as error:  # torch.load raises what it likes
+        return {"error": str(error).split("Unpickler error: ")[-1][:300]}
 
 
 def load_checkpoint(args: Args) -> dict:
@@ -368,7 +368,7 @@ def load_checkpoint(args: Args) -> dict:
     file = max(in_folder, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
     script = (checkpoint := read(file)).get("script")
     if not script:
-        refuse(f"{file} is not a checkpoint or a folder with one")
+        refuse(f"{file} is not a checkpoint or a folder with one: {checkpoint.get('error', 'no script')}")
     if args.resume and (script != Path(__file__).stem or not file.stem.isdecimal()):
         refuse(f"--resume takes a numbered checkpoint of this script, not {file} of {script}.py")
     print(f"{'Going on from' if args.resume else 'Evaluating'} {file}", file=sys.stderr)
@@ -389,6 +389,8 @@ def save_checkpoint(args: Args, writer: SummaryWriter, name: str, state: dict, p
 def load_states(state: dict, checkpoint: dict) -> None:
     """Give modules and optimizers their states back; settings of an optimizer are those of the arguments."""
     for name, item in state.items():
+        if name not in checkpoint:
+            refuse(f"{checkpoint['file']} of {checkpoint['script']}.py has no {name}")
         settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
         item.load_state_dict(checkpoint[name] | settings)
 
@@ -408,9 +410,7 @@ def stop_on_signals() -> list[int]:
     return received
 
 
-def evaluate(
-    args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]
-) -> tuple[list[float], list[dict]]:
+def evaluate(args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]) -> tuple:
     """Play whole episodes with a policy from an observation to an action: their returns and last infos.
 
     The network is in evaluation mode meanwhile, as dropout and batch normalisation ask for.
@@ -443,9 +443,9 @@ def make(args: Args, videos: Path | None) -> gym.Env:
         refuse(f"--env-id {args.env_id}: {error}")
     except Exception as error:
         unloaded = "MUJOCO_GL" in os.environ and "mujoco" not in sys.modules  # whose import asks for it
+        unloaded &= "mujoco" in str(gym.registry.get(args.env_id))
         ours = unloaded or args.env_kwargs or isinstance(error, ImportError | TypeError)
-        told = ":" not in args.env_id and ours
-        if not (told or (videos and "render_mode" in str(error))):
+        if not ((ours and ":" not in args.env_id) or (videos and "render_mode" in str(error))):
             raise
         refuse(f"--env-id {args.env_id}: {error}{'; unset MUJOCO_GL or install that library' * unloaded}")
 
@@ -545,7 +545,7 @@ if __name__ == "__main__":
     progress = {"global_step": 0, "updates": 0, "returns": [], "successes": []}
     progress |= {"last_eval": 0, "best_eval": -math.inf} | (checkpoint["progress"] if args.resume else {})
     global_step, updates = progress["global_step"], progress["updates"]
-    returns, successes = progress["returns"], progress["successes"]  # these very lists
+    returns, successes = progress["returns"], progress["successes"]  # not copies: checkpoints have them
 
     name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
     folder = checkpoint["file"].parent if args.resume else Path("runs", name)
@@ -795,7 +795,7 @@ if __name__ == "__main__":
                         writer.add_scalar("charts/success_rate", np.mean(successes[-100:]), global_step)
                 rollout_valid[step + 1] = valid = ~(terminated | truncated)  # else the next step only resets
                 rollout_obs[step + 1] = next_obs
-                if not math.isfinite(next_obs.sum(dtype=float) + rewards.sum()):  # which keeps NaN, infinity
+                if not math.isfinite(next_obs.sum(dtype=float) + rewards.sum()):  # of NaN, infinity neither
                     sys.exit(
                         f"{Path(__file__).name}: error: a transition is not finite at step {global_step}"
                     )
@@ -815,7 +815,6 @@ if __name__ == "__main__":
             bar.postfix = f"SPS {sps:.0f}, return {np.mean(returns[-10:]) if returns else math.nan:.1f}"
             bar.update(global_step - bar.n)
             progress |= {"global_step": global_step, "updates": updates}
-            last = bool(stopping) or global_step + batch_size > args.total_timesteps
             if global_step // eval_every > progress["last_eval"] // eval_every:
                 pause = time.perf_counter()
                 scores, _ = evaluate(args, make_env(args), agent, best_action, stopping)
@@ -826,6 +825,7 @@ if __name__ == "__main__":
                         progress["best_eval"] = mean
                         save_checkpoint(args, writer, "best.pt", state, progress)
                 sps_time += time.perf_counter() - pause
+            last = bool(stopping) or global_step + batch_size > args.total_timesteps
             at_the_end = last and (args.save_model or args.checkpoint_every)
             if at_the_end or global_step - saved_step >= checkpoint_every:
                 save_checkpoint(args, writer, f"{global_step}.pt", state, progress)

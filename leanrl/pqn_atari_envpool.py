@@ -70,7 +70,7 @@ class Args:
     checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
     resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
     evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; also makes one at the end
+    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; if given, one ends the run
     eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
 
     env_id: str = "Breakout-v5"  # the id of the game: any Atari game of EnvPool
@@ -135,7 +135,7 @@ def make_envs(args: Args, step: int, videos: Path | None = None, learning: bool 
         refuse("the games need the package envpool: requirements/envpool.txt")
     if envpool.registration.registry.specs.get(args.env_id, ("",))[0] != "envpool.atari":
         refuse(f"--env-id takes an Atari game of EnvPool, such as Breakout-v5, not {args.env_id}")
-    # Seeds of 31 bits. From one EnvPool would count up: seeds 1 and 2 would share all games but one.
+    # EnvPool takes 31 bits. From one seed it counts up: then seeds 1 and 2 share all games but one.
     seeds = np.random.SeedSequence([args.seed, step, not learning]).generate_state(args.num_envs) >> 1
     options = {"seed": seeds.tolist(), "num_threads": args.env_threads, "env_type": "gymnasium"}
     options |= {"num_envs": args.num_envs, "batch_size": args.num_envs, "episodic_life": True}
@@ -253,11 +253,11 @@ def parse_args() -> tuple[Args, dict]:
 
 
 def read(file: Path) -> dict:
-    """The content of a checkpoint, of which nothing is executed; empty if the file is none."""
+    """The content of a checkpoint, of which nothing is executed; of another file, the error."""
     try:
         return dict(torch.load(file, map_location="cpu", weights_only=True))
-    except Exception:  # torch.load raises what it likes where a file is none of its own
-        return {}
+    except Exception as error:  # torch.load raises what it likes
+        return {"error": str(error).split("Unpickler error: ")[-1][:300]}
 
 
 def load_checkpoint(args: Args) -> dict:
@@ -267,7 +267,7 @@ def load_checkpoint(args: Args) -> dict:
     file = max(in_folder, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
     script = (checkpoint := read(file)).get("script")
     if not script:
-        refuse(f"{file} is not a checkpoint or a folder with one")
+        refuse(f"{file} is not a checkpoint or a folder with one: {checkpoint.get('error', 'no script')}")
     if args.resume and (script != Path(__file__).stem or not file.stem.isdecimal()):
         refuse(f"--resume takes a numbered checkpoint of this script, not {file} of {script}.py")
     print(f"{'Going on from' if args.resume else 'Evaluating'} {file}", file=sys.stderr)
@@ -288,6 +288,8 @@ def save_checkpoint(args: Args, writer: SummaryWriter, name: str, state: dict, p
 def load_states(state: dict, checkpoint: dict) -> None:
     """Give modules and optimizers their states back; settings of an optimizer are those of the arguments."""
     for name, item in state.items():
+        if name not in checkpoint:
+            refuse(f"{checkpoint['file']} of {checkpoint['script']}.py has no {name}")
         settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
         item.load_state_dict(checkpoint[name] | settings)
 
@@ -307,9 +309,7 @@ def stop_on_signals() -> list[int]:
     return received
 
 
-def evaluate(
-    args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]
-) -> tuple[list[float], list[dict]]:
+def evaluate(args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]) -> tuple:
     """Play whole episodes with a policy from an observation to an action: their returns and last infos.
 
     The network is in evaluation mode meanwhile, as dropout and batch normalisation ask for.
@@ -528,7 +528,6 @@ if __name__ == "__main__":
             bar.postfix = f"SPS {sps:.0f}, return {np.mean(returns[-10:]) if returns else math.nan:.1f}"
             bar.update(global_step - bar.n)
             progress |= {"global_step": global_step, "updates": updates}
-            last = bool(stopping) or global_step + batch_size > args.total_timesteps
             if global_step // eval_every > progress["last_eval"] // eval_every:
                 pause = time.perf_counter()
                 game = make_envs(replace(args, num_envs=1), 0, learning=False)
@@ -540,6 +539,7 @@ if __name__ == "__main__":
                         progress["best_eval"] = mean
                         save_checkpoint(args, writer, "best.pt", state, progress)
                 sps_time += time.perf_counter() - pause
+            last = bool(stopping) or global_step + batch_size > args.total_timesteps
             at_the_end = last and (args.save_model or args.checkpoint_every)
             if at_the_end or global_step - saved_step >= checkpoint_every:
                 save_checkpoint(args, writer, f"{global_step}.pt", state, progress)

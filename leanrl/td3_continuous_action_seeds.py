@@ -32,7 +32,7 @@ Deviations from the paper; the first is CleanRL's and that of the authors' later
 - networks of 256 and 256 units, batches of 256, learning rate 3e-4, 25,000 random steps (paper: 400 and 300,
   100, 1e-3, 10,000);
 - the gradient steps come before the environment step: they see the buffer up to the previous transition;
-- actions, and noise on them, are in [-1, 1] throughout: a wrapper scales them to the environment's bounds.
+- actions are in [-1, 1] throughout, and noise in these units: a wrapper scales to the real bounds.
 """
 
 import time
@@ -95,7 +95,7 @@ class Args:
     checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
     resume: tuple[str, ...] | None = None  # go on with the runs of these checkpoints or folders
     evaluate: tuple[str, ...] | None = None  # do not train, evaluate these checkpoints or folders
-    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; also makes one at the end
+    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; if given, one ends the run
     eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
     log_every: PositiveInt = 100  # agent steps between two log entries
     compile: bool = False  # compile the policy and the gradient step with torch.compile
@@ -133,7 +133,7 @@ def make_env(args: Args, videos: Path | None = None) -> gym.Env:
         if videos and (renderer := getattr(env.unwrapped, "mujoco_renderer", None)):
             import mujoco
 
-            # Gymnasium 1.4 lets a HalfCheetah run out of sight. Without such a camera this is -1, its choice.
+            # Gymnasium 1.4 lets a HalfCheetah run out of sight. Without that camera it is -1, the default.
             renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
         try:
             env = gym.wrappers.FilterObservation(env, args.obs_keys) if args.obs_keys else env
@@ -436,11 +436,11 @@ def parse_args() -> tuple[Args, list[dict]]:  # [seeds: own seeds, own runs]
 
 
 def read(file: Path) -> dict:
-    """The content of a checkpoint, of which nothing is executed; empty if the file is none."""
+    """The content of a checkpoint, of which nothing is executed; of another file, the error."""
     try:
         return dict(torch.load(file, map_location="cpu", weights_only=True))
-    except Exception:  # torch.load raises what it likes where a file is none of its own
-        return {}
+    except Exception as error:  # torch.load raises what it likes
+        return {"error": str(error).split("Unpickler error: ")[-1][:300]}
 
 
 def load_checkpoint(args: Args) -> dict:
@@ -450,7 +450,7 @@ def load_checkpoint(args: Args) -> dict:
     file = max(in_folder, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
     script = (checkpoint := read(file)).get("script")
     if not script:
-        refuse(f"{file} is not a checkpoint or a folder with one")
+        refuse(f"{file} is not a checkpoint or a folder with one: {checkpoint.get('error', 'no script')}")
     if args.resume and (script != Path(__file__).stem or not file.stem.isdecimal()):
         refuse(f"--resume takes a numbered checkpoint of this script, not {file} of {script}.py")
     print(f"{'Going on from' if args.resume else 'Evaluating'} {file}", file=sys.stderr)
@@ -471,6 +471,8 @@ def save_checkpoint(args: Args, writer: SummaryWriter, name: str, state: dict, p
 def load_states(state: dict, checkpoint: dict) -> None:
     """Give modules and optimizers their states back; settings of an optimizer are those of the arguments."""
     for name, item in state.items():
+        if name not in checkpoint:
+            refuse(f"{checkpoint['file']} of {checkpoint['script']}.py has no {name}")
         settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
         item.load_state_dict(checkpoint[name] | settings)
 
@@ -490,9 +492,7 @@ def stop_on_signals() -> list[int]:
     return received
 
 
-def evaluate(
-    args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]
-) -> tuple[list[float], list[dict]]:
+def evaluate(args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]) -> tuple:
     """Play whole episodes with a policy from an observation to an action: their returns and last infos.
 
     The network is in evaluation mode meanwhile, as dropout and batch normalisation ask for.
@@ -525,9 +525,9 @@ def make(args: Args, videos: Path | None) -> gym.Env:
         refuse(f"--env-id {args.env_id}: {error}")
     except Exception as error:
         unloaded = "MUJOCO_GL" in os.environ and "mujoco" not in sys.modules  # whose import asks for it
+        unloaded &= "mujoco" in str(gym.registry.get(args.env_id))
         ours = unloaded or args.env_kwargs or isinstance(error, ImportError | TypeError)
-        told = ":" not in args.env_id and ours
-        if not (told or (videos and "render_mode" in str(error))):
+        if not ((ours and ":" not in args.env_id) or (videos and "render_mode" in str(error))):
             raise
         refuse(f"--env-id {args.env_id}: {error}{'; unset MUJOCO_GL or install that library' * unloaded}")
 

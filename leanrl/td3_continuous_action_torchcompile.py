@@ -28,7 +28,7 @@ Deviations from the paper; the first is CleanRL's and that of the authors' later
 - networks of 256 and 256 units, batches of 256, learning rate 3e-4, 25,000 random steps (paper: 400 and 300,
   100, 1e-3, 10,000);
 - the gradient steps come before the environment step: they see the buffer up to the previous transition;
-- actions, and noise on them, are in [-1, 1] throughout: a wrapper scales them to the environment's bounds.
+- actions are in [-1, 1] throughout, and noise in these units: a wrapper scales to the real bounds.
 """
 
 import time
@@ -88,7 +88,7 @@ class Args:
     checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
     resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
     evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; also makes one at the end
+    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; if given, one ends the run
     eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
     log_every: PositiveInt = 100  # agent steps between two log entries
     compile: bool = False  # compile the policy and the gradient step with torch.compile
@@ -125,7 +125,7 @@ def make_env(args: Args, videos: Path | None = None) -> gym.Env:
         if videos and (renderer := getattr(env.unwrapped, "mujoco_renderer", None)):
             import mujoco
 
-            # Gymnasium 1.4 lets a HalfCheetah run out of sight. Without such a camera this is -1, its choice.
+            # Gymnasium 1.4 lets a HalfCheetah run out of sight. Without that camera it is -1, the default.
             renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
         try:
             env = gym.wrappers.FilterObservation(env, args.obs_keys) if args.obs_keys else env
@@ -354,11 +354,11 @@ def parse_args() -> tuple[Args, dict]:
 
 
 def read(file: Path) -> dict:
-    """The content of a checkpoint, of which nothing is executed; empty if the file is none."""
+    """The content of a checkpoint, of which nothing is executed; of another file, the error."""
     try:
         return dict(torch.load(file, map_location="cpu", weights_only=True))
-    except Exception:  # torch.load raises what it likes where a file is none of its own
-        return {}
+    except Exception as error:  # torch.load raises what it likes
+        return {"error": str(error).split("Unpickler error: ")[-1][:300]}
 
 
 def load_checkpoint(args: Args) -> dict:
@@ -368,7 +368,7 @@ def load_checkpoint(args: Args) -> dict:
     file = max(in_folder, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
     script = (checkpoint := read(file)).get("script")
     if not script:
-        refuse(f"{file} is not a checkpoint or a folder with one")
+        refuse(f"{file} is not a checkpoint or a folder with one: {checkpoint.get('error', 'no script')}")
     if args.resume and (script != Path(__file__).stem or not file.stem.isdecimal()):
         refuse(f"--resume takes a numbered checkpoint of this script, not {file} of {script}.py")
     print(f"{'Going on from' if args.resume else 'Evaluating'} {file}", file=sys.stderr)
@@ -389,6 +389,8 @@ def save_checkpoint(args: Args, writer: SummaryWriter, name: str, state: dict, p
 def load_states(state: dict, checkpoint: dict) -> None:
     """Give modules and optimizers their states back; settings of an optimizer are those of the arguments."""
     for name, item in state.items():
+        if name not in checkpoint:
+            refuse(f"{checkpoint['file']} of {checkpoint['script']}.py has no {name}")
         settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
         item.load_state_dict(checkpoint[name] | settings)
 
@@ -408,9 +410,7 @@ def stop_on_signals() -> list[int]:
     return received
 
 
-def evaluate(
-    args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]
-) -> tuple[list[float], list[dict]]:
+def evaluate(args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]) -> tuple:
     """Play whole episodes with a policy from an observation to an action: their returns and last infos.
 
     The network is in evaluation mode meanwhile, as dropout and batch normalisation ask for.
@@ -443,9 +443,9 @@ def make(args: Args, videos: Path | None) -> gym.Env:
         refuse(f"--env-id {args.env_id}: {error}")
     except Exception as error:
         unloaded = "MUJOCO_GL" in os.environ and "mujoco" not in sys.modules  # whose import asks for it
+        unloaded &= "mujoco" in str(gym.registry.get(args.env_id))
         ours = unloaded or args.env_kwargs or isinstance(error, ImportError | TypeError)
-        told = ":" not in args.env_id and ours
-        if not (told or (videos and "render_mode" in str(error))):
+        if not ((ours and ":" not in args.env_id) or (videos and "render_mode" in str(error))):
             raise
         refuse(f"--env-id {args.env_id}: {error}{'; unset MUJOCO_GL or install that library' * unloaded}")
 
@@ -554,7 +554,7 @@ if __name__ == "__main__":
     progress = {"global_step": 0, "updates": 0, "updates_due": 0.0, "returns": [], "successes": []}
     progress |= {"last_eval": 0, "best_eval": -math.inf} | (checkpoint["progress"] if args.resume else {})
     global_step, updates, updates_due = progress["global_step"], progress["updates"], progress["updates_due"]
-    returns, successes = progress["returns"], progress["successes"]  # these very lists
+    returns, successes = progress["returns"], progress["successes"]  # not copies: checkpoints have them
 
     name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
     folder = checkpoint["file"].parent if args.resume else Path("runs", name)
@@ -776,7 +776,7 @@ if __name__ == "__main__":
                     sps_time += time.perf_counter() - pause
                 at_the_end = last and (args.save_model or args.checkpoint_every)
                 if at_the_end or global_step - saved_step >= checkpoint_every:
-                    rows = buffer[:global_step].clone()  # a view would be saved with all of its memory
+                    rows = buffer[:global_step].to("cpu", copy=True)  # of a view all would be saved
                     save_checkpoint(args, writer, f"{global_step}.pt", state, progress, buffer=rows)
                     saved_step = global_step
 

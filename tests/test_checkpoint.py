@@ -214,9 +214,15 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path, refusal):
     for content in (path.read_bytes()[:-1000], b"", b"nothing"):
         other.write_bytes(content)
         assert refusal(TD3, play, "--evaluate", other).startswith(f"{other} is not a checkpoint")
+    # What the user added to it may be nothing that is loaded without executing code.
+    torch.save(good | {"progress": good["progress"] | {"best": np.float64(1)}}, other)
+    assert "numpy" in refusal(TD3, play, "--resume", other)
     for nothing in (tmp_path / "nowhere", tmp_path / "runs"):
         assert refusal(TD3, play, "--resume", nothing).startswith(f"{nothing} is not a checkpoint")
     assert not trace.exists()
+
+    told = refusal(PPO, play, "--evaluate", path)
+    assert told == f"{path} of {TD3}.py has no agent"
 
     # A network that was changed since, by the user, shows where it does not fit.
     torch.save(good | {"actor": {key: tensor[:1] for key, tensor in good["actor"].items()}}, other)
@@ -284,6 +290,17 @@ def test_a_signal_ends_an_evaluation(tmp_path, monkeypatch, capfd):
     with pytest.raises(SystemExit, match="130"):
         play(TD3, "--evaluate", path)
     assert json.loads(capfd.readouterr().out)["eval_returns"] == done["summary"]["eval_returns"][:1]
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_torchcompile"])
+def test_a_signal_in_an_evaluation_ends_the_run(name, tmp_path, monkeypatch, capfd):
+    """That after the first rollout; before it, its two environments have had fifty steps each."""
+    monkeypatch.setattr(Scripted, "raises", {60: signal.SIGTERM})
+    with pytest.raises(SystemExit, match="143"):
+        play(name, *SHORT[name], "--eval-every", 1, "--eval-episodes", 50, "--save-model", directory=tmp_path)
+    summary, [path] = json.loads(capfd.readouterr().out), checkpoints(tmp_path)
+    assert (summary["updates"], summary["best_eval_return"], summary["eval_returns"]) == (10, None, [])
+    assert summary["total_timesteps"] == int(path.stem) <= 100
 
 
 def test_what_nohup_ignores_is_ignored(monkeypatch):

@@ -177,9 +177,13 @@ def test_an_environment_that_does_not_fit_is_refused(env_id, words, names, refus
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in ATARI])
-def test_an_error_in_an_environment_of_the_users_own_shows_its_traceback(name):
-    with pytest.raises(RuntimeError, match="one line\n  and another"):
-        run(name, *world(name, "Talkative"))
+def test_an_error_in_an_environment_of_the_users_own_shows_its_traceback(name, monkeypatch):
+    """Also on a machine that renders without a display."""
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    monkeypatch.delitem(sys.modules, "mujoco", raising=False)
+    for env_id in (world(name, "Talkative")[1], world(name, "Talkative")[1].removeprefix("envs:")):
+        with pytest.raises(RuntimeError, match="one line\n  and another"):
+            run(name, "--env-id", env_id)
 
 
 @pytest.mark.parametrize("variable", ["CXX", "TORCHINDUCTOR_CACHE_DIR"])
