@@ -882,7 +882,7 @@ if __name__ == "__main__":
                     sps_time += time.perf_counter() - pause
                 at_the_end = last and (args.save_model or args.checkpoint_every)
                 if at_the_end or global_step - saved_step >= checkpoint_every:
-                    rows = buffer[:global_step].to("cpu", copy=True)  # of a view all would be saved
+                    rows = buffer[:global_step].to("cpu", copy=True)  # a view is saved with all its memory
                     save_checkpoint(args, writer, f"{global_step}.pt", state, progress, buffer=rows)
                     saved_step = global_step
 

@@ -618,7 +618,7 @@ if __name__ == "__main__":
                         writer.add_scalar("charts/success_rate", np.mean(successes[-100:]), global_step)
                 rollout_valid[step + 1] = valid = ~(terminated | truncated)  # else the next step only resets
                 rollout_obs[step + 1] = next_obs
-                if not math.isfinite(next_obs.sum(dtype=float) + rewards.sum()):  # of NaN, infinity neither
+                if not math.isfinite(next_obs.sum(dtype=float) + rewards.sum()):  # a sum keeps NaN, infinity
                     sys.exit(
                         f"{Path(__file__).name}: error: a transition is not finite at step {global_step}"
                     )

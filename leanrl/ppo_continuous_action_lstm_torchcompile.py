@@ -965,7 +965,7 @@ if __name__ == "__main__":
                 rollout_valid[step + 1] = valid = ~(terminated | truncated)  # else the next step only resets
                 obs_moments.update(next_obs[valid])
                 rollout_obs[step + 1] = obs_moments.standardise(next_obs)
-                if not math.isfinite(next_obs.sum(dtype=float) + rewards.sum()):  # of NaN, infinity neither
+                if not math.isfinite(next_obs.sum(dtype=float) + rewards.sum()):  # a sum keeps NaN, infinity
                     sys.exit(
                         f"{Path(__file__).name}: error: a transition is not finite at step {global_step}"
                     )

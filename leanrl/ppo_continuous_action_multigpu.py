@@ -903,7 +903,7 @@ if __name__ == "__main__":
                 rollout_valid[step + 1] = valid = ~(terminated | truncated)  # else the next step only resets
                 own_moments.update(next_obs[valid])  # [ranks: one normaliser]
                 seen[step], rollout_obs[step + 1] = next_obs, own_moments.standardise(next_obs)
-                if not math.isfinite(next_obs.sum(dtype=float) + rewards.sum()):  # of NaN, infinity neither
+                if not math.isfinite(next_obs.sum(dtype=float) + rewards.sum()):  # a sum keeps NaN, infinity
                     at = global_step + ranks * agent_steps  # [ranks: one run]
                     sys.exit(f"{Path(__file__).name}: error: a transition is not finite at step {at}")
 
