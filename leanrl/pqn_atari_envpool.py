@@ -204,7 +204,7 @@ def split(rows: Tensor, columns: dict[str, int]) -> dict[str, Tensor]:
     return dict(zip(columns, rows.split([*columns.values()], dim=-1), strict=True))
 
 
-# ---- Run: command line, checkpoints, signals, evaluation, vectors of environments --------------------------
+# ---- Run: command line, checkpoints, signals, evaluation ---------------------------------------------------
 def refuse(message: str) -> NoReturn:
     """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)

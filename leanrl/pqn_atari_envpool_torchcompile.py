@@ -333,7 +333,7 @@ class Compiled:
         return result
 
 
-# ---- Run: command line, checkpoints, signals, evaluation, vectors of environments --------------------------
+# ---- Run: command line, checkpoints, signals, evaluation ---------------------------------------------------
 def refuse(message: str) -> NoReturn:
     """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)

@@ -192,7 +192,7 @@ def sample_actions(mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
     return torch.tanh(u), log_prob.sum(dim=1, keepdim=True)
 
 
-# ---- Run: command line, checkpoints, signals, evaluation, vectors of environments --------------------------
+# ---- Run: command line, checkpoints, signals, evaluation ---------------------------------------------------
 def refuse(message: str) -> NoReturn:
     """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -322,6 +322,7 @@ def evaluate(args: Args, env: gym.Env, network: nn.Module, policy: Callable, sto
     return returns, infos
 
 
+# ---- Backends: gym.make and EnvPool ------------------------------------------------------------------------
 def make(args: Args, videos: Path | None) -> gym.Env:
     """What `gym.make` gives; errors of an environment of the user's own keep their traceback."""
     try:

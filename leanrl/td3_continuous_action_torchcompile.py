@@ -305,7 +305,7 @@ class Compiled:
         return result
 
 
-# ---- Run: command line, checkpoints, signals, evaluation, vectors of environments --------------------------
+# ---- Run: command line, checkpoints, signals, evaluation ---------------------------------------------------
 def refuse(message: str) -> NoReturn:
     """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -435,6 +435,7 @@ def evaluate(args: Args, env: gym.Env, network: nn.Module, policy: Callable, sto
     return returns, infos
 
 
+# ---- Backends: gym.make and EnvPool ------------------------------------------------------------------------
 def make(args: Args, videos: Path | None) -> gym.Env:
     """What `gym.make` gives; errors of an environment of the user's own keep their traceback."""
     try:

@@ -2,8 +2,8 @@
 
     python tests/copy_shared.py            copies, and names the files that it has changed
 
-From leanrl/sac_continuous_action.py the section Run goes to all scripts, of ENVIRONMENTS in it what they
-have, and PASSAGES of its body to all but those of many agents, which also have a `parse_args` of their own.
+From leanrl/sac_continuous_action.py the section Run goes to all scripts, of Backends what they have, and
+PASSAGES of its body to all but those of many agents, which also have a `parse_args` of their own.
 Arguments, Environment and Networks go from each eager script to its twin, which keeps its flags and, below
 its first `# [fast`, what it adds, and functions that it has in place of those of the eager script. Of
 Environment and Networks a script for several processes has what its twin has, and more. Adam and
@@ -31,9 +31,6 @@ PASSAGES = {
     "    best = progress": '    summary |= {"eval_returns":',
     '    summary |= {"updates":': "        sys.exit(128",
 }
-# What not all scripts have of the section Run, by their titles.
-ENVIRONMENTS = ("def make(", "def film(", "class Envs(", "class Pool(", "class SameStep(")
-
 # What Adam has in addition where several processes share a gradient.
 AFTER_GRADIENT = "(grad,) = torch.autograd.grad(loss, self.params[0])\n        with torch.no_grad():\n"
 OVER_RANKS = """            dist.all_reduce(grad)  # [ranks: one gradient]
@@ -80,12 +77,13 @@ def shared(name: str, text: str) -> str:
     version = re.search(r"^version: (\S+)", (ROOT / "CITATION.cff").read_text(), re.MULTILINE).group(1)
     text = re.sub("^# LeanRL .*", f"# LeanRL {version}", text)
     run = section(source, "Run")
-    for title in ENVIRONMENTS:
-        run = run if f"\n{title}" in text else run.replace(definition(run, title), "")
     if name.endswith("_seeds"):
         run = run.replace(definition(run, "def parse_args("), definition(text, "def parse_args("))
-        run = run.replace("class Pool(", f"{definition(text, 'class Workers(')}class Pool(")
     text = text.replace(section(text, "Run"), run)
+    if "\n# ---- Backends" in text:
+        for title in ("def make(", "def film(", "class Envs(", "class Pool(", "class SameStep("):
+            if f"\n{title}" in text:
+                text = text.replace(definition(text, title), definition(source, title))
     if "\nclass LSTM(" in text:
         text = text.replace(definition(text, "class LSTM("), definition(lstm, "class LSTM("))
         if name.endswith("_torchcompile"):
