@@ -482,14 +482,17 @@ if __name__ == "__main__":
         optimizer.step()
         record(q_values=q_values.mean(), td_loss=loss)
 
+    def update_target() -> None:
+        """Move the target network a fraction `tau` of the way to the network."""
+        with torch.no_grad():
+            for target_param, param in zip(target_network.parameters(), q_network.parameters(), strict=True):
+                target_param.lerp_(param, args.tau)
+
     def update(with_target: bool) -> None:
         """One gradient step and, if asked for, one of the target network."""
         update_network()
         if with_target:
-            with torch.no_grad():
-                params = zip(target_network.parameters(), q_network.parameters(), strict=True)
-                for target_param, param in params:
-                    target_param.lerp_(param, args.tau)
+            update_target()
 
     def record(**values: Tensor) -> None:
         """Keep the latest values for the log; nothing waits for the device here."""

@@ -636,11 +636,15 @@ if __name__ == "__main__":
         optimizer.minimize(loss)  # [fast: flat]
         record(q_values=q_values.mean(), td_loss=loss)
 
+    def update_target() -> None:
+        """Move the target network a fraction `tau` of the way to the network."""
+        flat_target.params.lerp_(flat_network.params.detach(), args.tau)  # [fast: flat]
+
     def update(with_target: bool) -> None:
         """One gradient step and, if asked for, one of the target network."""
         update_network()
         if with_target:
-            flat_target.params.lerp_(flat_network.params.detach(), args.tau)  # [fast: flat]
+            update_target()
 
     def record(**values: Tensor) -> None:
         """Keep the latest values for the log; nothing waits for the device here."""

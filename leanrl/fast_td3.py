@@ -577,7 +577,7 @@ if __name__ == "__main__":
         return obs_normalizer(obs), actions, returns, discounts, obs_normalizer(next_obs)
 
     def update_critics() -> Tensor:
-        """One gradient step of the critics and their targets; returns the standardised obs of its batch."""
+        """One gradient step of the critics on a new batch; returns its observations, standardised."""
         with torch.no_grad():
             obs, actions, returns, discounts, next_obs = sample()
             noise = (args.policy_noise * torch.randn_like(actions)).clamp(-args.noise_clip, args.noise_clip)
@@ -594,10 +594,6 @@ if __name__ == "__main__":
         qf1_values, qf2_values = ((logits.softmax(1) * support).sum(1) for logits in (qf1_logits, qf2_logits))
         record(qf1_values=qf1_values.mean(), qf2_values=qf2_values.mean())
         record(qf1_loss=qf1_loss, qf2_loss=qf2_loss, qf_loss=(qf1_loss + qf2_loss) / 2)
-        with torch.no_grad():
-            for target, network in ((qf1_target, qf1), (qf2_target, qf2)):
-                for target_param, param in zip(target.parameters(), network.parameters(), strict=True):
-                    target_param.lerp_(param, args.tau)
         return obs
 
     def update_actor(obs: Tensor) -> None:
@@ -610,9 +606,17 @@ if __name__ == "__main__":
         actor_optimizer.step()
         record(actor_loss=actor_loss)
 
+    def update_targets() -> None:
+        """Move the targets a fraction `tau` of the way to their networks."""
+        with torch.no_grad():
+            for target, network in ((qf1_target, qf1), (qf2_target, qf2)):
+                for target_param, param in zip(target.parameters(), network.parameters(), strict=True):
+                    target_param.lerp_(param, args.tau)
+
     def update(with_actor: bool) -> None:
         """One gradient step on a new batch."""
         obs = update_critics()
+        update_targets()
         if with_actor:
             update_actor(obs)
 

@@ -532,16 +532,20 @@ if __name__ == "__main__":
             alpha_optimizer.step()
             record(alpha_loss=alpha_loss)
 
+    def update_targets() -> None:
+        """Move the targets a fraction `tau` of the way to their networks."""
+        with torch.no_grad():
+            for target, network in ((qf1_target, qf1), (qf2_target, qf2)):
+                for target_param, param in zip(target.parameters(), network.parameters(), strict=True):
+                    target_param.lerp_(param, args.tau)
+
     def update(with_actor: bool, with_target: bool) -> None:
         """One gradient step on a new batch."""
         obs = update_critics()
         for _ in range(args.policy_frequency if with_actor else 0):
             update_actor(obs)
         if with_target:
-            with torch.no_grad():
-                for target, network in ((qf1_target, qf1), (qf2_target, qf2)):
-                    for target_param, param in zip(target.parameters(), network.parameters(), strict=True):
-                        target_param.lerp_(param, args.tau)
+            update_targets()
 
     def record(**values: Tensor) -> None:
         """Keep the latest values for the log; nothing waits for the device here."""

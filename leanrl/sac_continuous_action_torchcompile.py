@@ -660,13 +660,17 @@ if __name__ == "__main__":
             alpha_optimizer.minimize(alpha_loss)  # [fast: flat]
             record(alpha_loss=alpha_loss)
 
+    def update_targets() -> None:
+        """Move the targets a fraction `tau` of the way to their networks."""
+        flat_qf_target.params.lerp_(flat_qf.params.detach(), args.tau)  # [fast: flat]
+
     def update(with_actor: bool, with_target: bool) -> None:
         """One gradient step on a new batch."""
         obs = update_critics()
         for _ in range(args.policy_frequency if with_actor else 0):
             update_actor(obs)
         if with_target:
-            flat_qf_target.params.lerp_(flat_qf.params.detach(), args.tau)  # [fast: flat]
+            update_targets()
 
     def record(**values: Tensor) -> None:
         """Keep the latest values for the log; nothing waits for the device here."""

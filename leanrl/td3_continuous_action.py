@@ -497,12 +497,15 @@ if __name__ == "__main__":
         return obs
 
     def update_actor(obs: Tensor) -> None:
-        """One gradient step of the actor on obs (batch_size, obs_dim), and one of all targets."""
+        """One gradient step of the actor on obs (batch_size, obs_dim)."""
         actor_loss = -qf1(obs, actor(obs)).mean()  # algorithm 1
         actor_optimizer.zero_grad()
         actor_loss.backward(inputs=[param for param in actor.parameters() if param.requires_grad])
         actor_optimizer.step()
         record(actor_loss=actor_loss)
+
+    def update_targets() -> None:
+        """Move the targets a fraction `tau` of the way to their networks."""
         with torch.no_grad():
             for target, network in ((actor_target, actor), (qf1_target, qf1), (qf2_target, qf2)):
                 for target_param, param in zip(target.parameters(), network.parameters(), strict=True):
@@ -513,6 +516,7 @@ if __name__ == "__main__":
         obs = update_critics()
         if with_actor:
             update_actor(obs)
+            update_targets()
 
     def record(**values: Tensor) -> None:
         """Keep the latest values for the log; nothing waits for the device here."""

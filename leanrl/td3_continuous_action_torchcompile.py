@@ -628,10 +628,13 @@ if __name__ == "__main__":
         return obs
 
     def update_actor(obs: Tensor) -> None:
-        """One gradient step of the actor on obs (batch_size, obs_dim), and one of all targets."""
+        """One gradient step of the actor on obs (batch_size, obs_dim)."""
         actor_loss = -qf1(obs, flat_actor(obs)).mean()  # algorithm 1 [fast: flat]
         actor_optimizer.minimize(actor_loss)
         record(actor_loss=actor_loss)
+
+    def update_targets() -> None:
+        """Move the targets a fraction `tau` of the way to their networks."""
         for target, network in ((flat_actor_target, flat_actor), (flat_qf_target, flat_qf)):
             target.params.lerp_(network.params.detach(), args.tau)  # [fast: flat]
 
@@ -640,6 +643,7 @@ if __name__ == "__main__":
         obs = update_critics()
         if with_actor:
             update_actor(obs)
+            update_targets()
 
     def record(**values: Tensor) -> None:
         """Keep the latest values for the log; nothing waits for the device here."""
