@@ -282,22 +282,22 @@ def test_a_run_has_a_folder_of_its_own_in_runs(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_tracking_works_offline(tmp_path):
+    """Of a run that goes on, under the name that it was begun with. W&B takes ten seconds to end it."""
+    run("dqn", *SHORT["dqn"], "--save-model", directory=tmp_path)
     # W&B keeps the code of a script that lies below the current folder.
     script = shutil.copy(conftest.LEANRL / "dqn.py", tmp_path)
     options = {"env": conftest.environment(WANDB_MODE="offline"), "capture_output": True, "text": True}
-    for args in (("--save-model", "--capture-video"), ("--total-timesteps", "400", "--resume")):
-        command = [sys.executable, script, *SHORT["dqn"], "--no-cuda", "--track", *args]
-        command += checkpoints(tmp_path)
-        process = subprocess.run(list(map(str, command)), cwd=tmp_path, **options)
-        assert process.returncode == 0, process.stderr
-        json.loads(process.stdout.splitlines()[-1])
-    # Records are framed, not compressed: names can be read.
-    first, second = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert first.name == second.name  # one run
+    more = ("--total-timesteps", 400, "--capture-video", "--track")
+    command = [sys.executable, script, "--no-cuda", *more, "--resume", *checkpoints(tmp_path)]
+    process = subprocess.run(list(map(str, command)), cwd=tmp_path, **options)
+    assert process.returncode == 0, process.stderr
+    json.loads(process.stdout.splitlines()[-1])
+    [folder], [records] = tmp_path.glob("runs/*"), tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert records.name == f"run-{folder.name[-64:]}.wandb"
     for metric in (b"losses/td_loss", b"charts/episodic_return", b"charts/SPS"):
-        assert metric in first.read_bytes() and metric in second.read_bytes()
-    assert (first.parent / "files" / "code" / "dqn.py").read_text() == Path(script).read_text()
-    assert [*first.parent.glob("files/media/videos/**/*.mp4")]
+        assert metric in records.read_bytes()  # they are framed, not compressed: names can be read
+    assert (records.parent / "files" / "code" / "dqn.py").read_text() == Path(script).read_text()
+    assert [*records.parent.glob("files/media/videos/**/*.mp4")]
 
 
 # ---- Videos ------------------------------------------------------------------------------------------------
