@@ -81,7 +81,7 @@ known() {
 # cache NAME MODE: the folder of compiled code of a script and mode of the sweep, which is then a warm one.
 cache() {
   local folder_of_code=$folder/cache/$1-$2-$(known "$1" 3)
-  mkdir -p "$folder_of_code" && touch "$folder_of_code/used"
+  mkdir -p "$folder_of_code" && touch "$folder_of_code/used" "$folder_of_code/whole"
   echo "$folder_of_code"
 }
 

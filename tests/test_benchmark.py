@@ -90,6 +90,16 @@ def line(mode: str, sps: float | None, gpu: str | None = None, **more) -> dict:
     return result | {"hardware": {"cpu": "A CPU", "cores": 2, "gpu": gpu}} | more
 
 
+def test_a_check_is_missed_where_an_agent_is_lost():
+    name, check = next((name, check) for name, algorithm in COLLECTION.items() for check in algorithm.checks)
+    about = {"algorithm": name, "env_id": check.env_id, "steps": check.steps, "seeds": [1, 2]}
+    both = line("seeds", 1.0, **about, episodic_return=[check.least] * 2)
+    lost = line("seeds", 1.0, **about, episodic_return=[check.least, None], lost_seeds={"2": "why"})
+    verdicts = [(row[2], row[-1]) for run in (both, lost) for row in tables.check_rows([run])]
+    value = f"{check.least:.1f}"
+    assert verdicts == [(f"{value}, {value}", tables.PASSED), (f"{value}, 1 failed", tables.MISSED)]
+
+
 def test_speed_table_gives_median_range_and_ratios():
     lines = [line("eager", 90), line("eager", 100, seed=2), line("sbx", 80, startup_seconds=None)]
     lines += [line("compile", 180, startup_seconds=20.0, cold_start=True), {"status": "failed"}]

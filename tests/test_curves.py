@@ -2,6 +2,7 @@
 
 import ast
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -131,6 +132,12 @@ def test_variants_have_a_table_of_their_own(sweep, monkeypatch):
     with pytest.raises(SystemExit):  # without --variant
         learning.main()
     assert not list(learning.RESULTS.glob("*.jsonl"))
+    with pytest.raises(results.ResultsError, match="--variant takes runs of one mode, not "):
+        learning.take_over([sweep], "truncation")
+    [other] = (sweep / "jobs").glob("*-tf32-*")
+    shutil.rmtree(other)
+    lines = results.read(sweep / "results.jsonl")
+    results.replace(sweep / "results.jsonl", [run for run in lines if run["mode"] not in ("both", "eager")])
     for variant in ("truncation", "both"):
         learning.take_over([sweep], variant)
     assert not (learning.RESULTS / "learning.jsonl").exists()
@@ -140,6 +147,8 @@ def test_variants_have_a_table_of_their_own(sweep, monkeypatch):
         return [row.split(" | ")[0].removeprefix("| HalfCheetah-v4: ") for row in table.split("\n")[2:]]
 
     assert rows() == ["truncation", "both"]
+    table = learning.ablation_table(taken_over("ablation")[0])
+    assert "HalfCheetah-v4: both | 1.00M | 1 | 9000 | 9000 |" in table  # without what is under way
     results.replace(learning.RESULTS / "learning.jsonl", [line(1, 500.0), line(1, 500.0, "Hopper-v4")])
     assert rows() == ["default", "truncation", "both"]
     longer = line(1, 500.0, steps=3_000_000)

@@ -192,12 +192,13 @@ def test_runs_share_a_pretended_gpu(house):
     share = str(len(os.sched_getaffinity(0)) // 2)
     assert [start[2:] for start in house.starts()] == [[share, share]] * 2
     assert [line["runs_per_gpu"] for line in house.lines()] == [2, 2]
+    assert {line["cold_start"] for line in house.lines()} == {True, None}  # the other had begun to compile
 
 
 def test_places_have_cores_of_their_own_and_take_shares_of_gpus_in_turn(tmp_path, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(8)}, raising=False)
     args = selection.Args(runs_per_gpu=2)
-    machine = ThisMachine(args, workers=2, gpus=["3", "5", "6", "7", "9"], lock=0)
+    machine = ThisMachine(args, workers=2, ranks=2, gpus=["3", "5", "6", "7", "9"], lock=0)
     assert machine.free([], 9) == [0, 1, 2, 3] and machine.free([], 1) == [0]
     assert machine.free([Attempt(tmp_path, None, place) for place in (0, 2)], 9) == [1, 3]
     folders = [tmp_path / str(place) for place in range(4)]
@@ -208,7 +209,7 @@ def test_places_have_cores_of_their_own_and_take_shares_of_gpus_in_turn(tmp_path
     jobs = [json.loads((folder / "job.json").read_text()) for folder in folders]
     assert [job["gpu"] for job in jobs] == ["3,5", "6", "3,5", "6,7"]
     assert len({core for job in jobs for core in job["cores"]}) == 8
-    assert [(job["threads"], len(job["cores"])) for job in jobs] == [(2, 2)] * 4
+    assert [(job["threads"], len(job["cores"])) for job in jobs] == [(1, 2), (2, 2), (None, 2), (1, 2)]
 
 
 def test_no_helper_outlives_a_run_that_is_ended():
@@ -265,7 +266,8 @@ def test_real_scripts_are_what_the_sweep_takes_them_for(tmp_path):
     [saved] = tmp_path.glob(f"{single}/runs/*/[0-9]*.pt")
     step = int(saved.stem)
     assert [process.wait(120) for process in (of_several, start(single, step + 200, saves))] == [0, 0]
-    run, record = selection.Run(single, "eager", "A", 1, 9, 1), sweep_folder.Record(tmp_path, "quick")
+    run = selection.Run(single, "eager", "A", 1, 9, 1)
+    record = sweep_folder.Record(tmp_path, selection.Args())
     outcomes = [sweep_folder.read_outcome(tmp_path / script) for script in (single, several)]
     (line, curve), (of_agents, no_curve) = [record.lines_of(run, outcome, 1) for outcome in outcomes]
     assert (line["status"], line["resumed"], line["total_timesteps"]) == ("ok", step, step + 200)
@@ -314,6 +316,16 @@ def test_checks_are_run_as_the_collection_has_them_and_have_to_stay_within_bound
     house.tell(3, "sys.exit(1)!")
     output, _ = house.sweep("--profile", "check", "--workers", 1, seeds=4, status=1)
     assert output.count(", 1 failed |") == len(checks)
+
+
+def test_a_run_finds_the_environments_of_the_checks(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    named = {check.env_id for algorithm in COLLECTION.values() for check in algorithm.checks}
+    of_modules = sorted(env_id for env_id in named if ":" in env_id)
+    program = f"import gymnasium\nfor name in {of_modules}: gymnasium.make(name)"
+    command = [sys.executable, "-c", program]
+    subprocess.run(command, cwd=tmp_path, env=sweep_process.variables(Job([], "", 1.0)), check=True)
+    assert of_modules
 
 
 def test_runs_of_the_original_leanrl_have_its_script_flags_and_interpreter(tmp_path):
@@ -430,9 +442,26 @@ def test_a_folder_of_another_profile_or_version_and_more_workers_than_gpus_are_r
     error = f"{tmp_path / 'results.jsonl'}, line 1: has format 0, and this version reads format 1"
     assert told.endswith(f": error: --folder {tmp_path}: {error}")
     [told] = refused(capsys, tmp_path, "--profile", "speed")
-    assert told.endswith(f": error: --folder {tmp_path}: has a sweep of profile quick, not speed")
+    begun = f": error: --folder {tmp_path}: has a sweep with "
+    assert told.endswith(f"{begun}--profile quick, not speed")
+    # Tables would not tell them apart.
+    [told] = refused(capsys, tmp_path, "--options", "num-envs", "64", "double", "")
+    assert told.endswith(f"{begun}--options none, not num-envs 64 double")
+    [told] = refused(capsys, tmp_path, "--ranks", "3")
+    assert told.endswith(f"{begun}--ranks 2, not 3")
     [told] = refused(capsys, tmp_path, "--workers", "2", gpus=("0",))
-    assert ": error: --workers takes a number from 1 to 1, the GPUs at hand" in told
+    assert ": error: --workers takes a number from 1 to 1, the GPUs at hand, got 2" in told
+    ranks = ("--modes", "ranks", "--scripts", "ppo_continuous_action")
+    [told] = refused(capsys, tmp_path, *ranks, "--workers", "2", gpus=("0", "1", "2"))
+    assert ": error: --workers takes a number from 1 to 1, the GPUs at hand for 2 ranks each, got 2" in told
+
+
+def test_what_tables_do_not_tell_apart_has_folders_of_its_own():
+    several = [{}, {"options": {"num_envs": "64"}}, {"options": {"num-envs": "4"}}, {"ranks": 4}]
+    several += [{"options": {"env-kwargs": json.dumps({"a/b": "c" * 300 + end})}} for end in "12"]
+    folders = [sweep_folder.default_folder(selection.Args(**arguments)) for arguments in several]
+    assert len({*folders}) == len(several)
+    assert all(folder.parent == ROOT / "sweeps" and len(folder.name) < 150 for folder in folders)
 
 
 # ---- What can happen to a run ------------------------------------------------------------------------------
@@ -598,6 +627,8 @@ def test_slurm_gives_the_lines_of_a_local_sweep_and_keeps_the_jobs_of_a_killed_o
     assert wait_until(lambda: len(house.starts()) == 5 and len([*house.folder.rglob("slurm_job")]) == 3)
     process.kill()
     process.wait()
+    _, error = house.sweep(status=2)
+    assert "sweep: error: --cluster local: Slurm's job " in error.splitlines()[-1]
     (house.leanrl / "go").touch()
     house.sweep(*options, env=cluster)
     assert len(house.starts()) == 7  # the third has failed once
@@ -610,6 +641,44 @@ def test_slurm_gives_the_lines_of_a_local_sweep_and_keeps_the_jobs_of_a_killed_o
     # What it refuses is told in one line, behind what sbatch itself has said.
     _, error = house.sweep("--cluster", "slurm", "--partition", "none", "--seeds", 9, env=cluster, status=2)
     assert "sweep: error: Slurm refused the runs: sbatch: error: " in error.splitlines()[-1]
+
+
+@on_slurm
+def test_slurm_is_asked_again_and_may_take_its_time_to_answer(house, cluster):
+    (programs := house.path / "bin").mkdir()
+    (sbatch := programs / "sbatch").write_text(f"""#!/bin/sh
+[ -e {programs}/refuse ] && touch {programs}/refused && echo "sbatch: error: Socket timed out" >&2 && exit 1
+{shutil.which("sbatch")} "$@" && touch {programs}/taken && sleep 1
+""")
+    sbatch.chmod(0o755)
+    again, main = "REFUSED_SECONDS = 60", house.path / "benchmark" / "sweep" / "__main__.py"
+    assert again in main.read_text()
+    main.write_text(main.read_text().replace(again, "REFUSED_SECONDS = 1"))
+    env = cluster | {"PATH": f"{programs}:{cluster['PATH']}"}
+    house.tell(0, WAIT.replace("go", "fail") + "\nos.kill(os.getpid(), 9)")
+    house.tell(1, WAIT)
+    process = house.start(*SLURM, "--workers", 2, seeds=2, env=env)
+    assert wait_until(lambda: len(house.starts()) == 2)
+    (programs / "refuse").touch()
+    (house.leanrl / "fail").touch()
+    assert wait_until((programs / "refused").exists)
+    (programs / "refuse").unlink()
+    (house.leanrl / "go").touch()
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 0 and "Slurm refused 1 runs for now: sbatch: error: Socket" in error
+    assert sorted((line["seed"], line["attempts"]) for line in house.lines()) == [(0, 2), (1, 1)]
+
+    # A job that Slurm has taken when Ctrl+C is pressed is cancelled, too.
+    (programs / "taken").unlink()
+    (house.leanrl / "go").unlink()
+    house.tell(2, WAIT)
+    process = house.start(*SLURM, "--seeds", 2, env=env)
+    assert wait_until((programs / "taken").exists)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    queue = {"args": ["squeue", "--noheader"], "env": cluster, "capture_output": True, "check": True}
+    assert wait_until(lambda: not subprocess.run(**queue).stdout)
+    assert len([*house.folder.rglob("slurm_job")]) == 4  # of the first seed two
 
 
 @on_slurm

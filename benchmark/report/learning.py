@@ -146,9 +146,11 @@ def ablation_table(lines: list[dict]) -> str:
         ambiguous = len(by(of_env, "variant")) < len(by(of_env, "variant", "algorithm"))
         for (variant, algorithm), runs in by(of_steps, "variant", "algorithm").items():
             name = f"{algorithm}, {variant}" if ambiguous else variant
+            most = max(run["total_timesteps"] for run in runs)
+            runs = [run for run in runs if is_through(run["total_timesteps"], most)]
             values = [told(run["episodic_return"]) for run in runs]
-            most = millions(max(run["total_timesteps"] for run in runs))
-            rows.append([f"{env_id}: {name}", most, str(len(runs)), reached(runs), ", ".join(values)])
+            cells = [millions(most), str(len(runs)), reached(runs), ", ".join(values)]
+            rows.append([f"{env_id}: {name}", *cells])
     table = markdown(["", "steps", "seeds", "mean return [95 % interval]", "by seed"], rows)
     return f"{table}\n\n{made_with(lines)}"
 
@@ -320,7 +322,8 @@ def take_over(folders: list[Path], variant: str | None = None, name: str = "abla
 
     Of a seed that has been run for as many steps more than once it is the run that is further. Only runs of
     the compiled twin are taken, as a variant any of one agent: those of several agents have no curves. Runs
-    of a variant go into the file `name`, others into learning.jsonl. Raises ResultsError where one is wrong.
+    of a variant go into the file `name`, others into learning.jsonl. Raises ResultsError where one is wrong,
+    and where those of a variant are of several modes, which its row would mix.
     """
     name = name if variant else "learning"
     files = {RESULTS / f"{name}.jsonl": results.check_run}
@@ -334,6 +337,9 @@ def take_over(folders: list[Path], variant: str | None = None, name: str = "abla
         new += unfinished_runs(folder, {line["job"] for line in lines})
         new_curves = results.read(folder / "curves.jsonl", results.check_curve, growing=True)
         drawn |= {(curve["sweep"], curve["job"]): curve for curve in new_curves}
+        modes = sorted({line["mode"] for line, _ in new} - {*SEEDS, *LIBRARIES})
+        if variant and len(modes) > 1:
+            raise results.ResultsError(f"{folder}: --variant takes runs of one mode, not {', '.join(modes)}")
         for line, curve in new:
             line |= {"variant": variant} if variant else {}
             known = found.get(identity(line), {"total_timesteps": 0})

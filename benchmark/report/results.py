@@ -73,7 +73,8 @@ class Measured(TypedDict, total=False):
     wall_seconds: float | None
 
     steps: int  # asked for: a run may end a little earlier
-    cold_start: bool  # no run before had begun to compile this script in this mode for this environment
+    # whether it compiled all; None where runs of this script, mode and environment had begun and none ended
+    cold_start: bool | None
     threads: int | None  # OMP_NUM_THREADS, None where PyTorch chose
     runs_per_gpu: int  # how many shared the GPU
     resumed: int | None  # the step from which it was taken up last, and sps counts; None where it ran through
@@ -128,6 +129,9 @@ class Description(TypedDict):
     id: str
     profile: str
     git_commit: str | None
+    # further arguments of its runs, and the ranks of those that have several; not in files of 0.2.0
+    options: NotRequired[dict[str, str]]
+    ranks: NotRequired[int]
 
 
 class Reached(TypedDict):

@@ -3,12 +3,12 @@
     ./run.sh python -m benchmark.studies.agents [--scripts NAME ...] [--agents N ...] [--workers N ...]
         [--rounds R] [--output FILE]
 
-Times <script>_seeds.py with --compile for each number of agents, and as many processes of the twin at a time,
-which share the cores and have a thread each where these are too few; and, for the numbers of --workers, the
-same with an environment in a process of its own (--env-workers). Steps/s are the sum over agents, which
-flatters processes a little, for they do not all begin to learn at once; memory is that of all processes.
-Everything once, then again, R times. Nothing else may run meanwhile; it takes five minutes a script and round
-on two cores. FILE gets a line a run. docs/tricks.md shows benchmark/results/agents.jsonl.
+Times <script>_seeds.py with --compile on the CPU for each number of agents, and as many processes of the twin
+at a time, which share the cores and have a thread each where these are too few; and, for the numbers of
+--workers, the same with an environment in a process of its own (--env-workers). Steps/s are the sum over
+agents, which flatters processes a little, for they do not all begin to learn at once; memory is that of all
+processes. Everything once, then again, R times. Nothing else may run meanwhile; it takes five minutes a
+script and round on two cores. FILE gets a line a run. docs/tricks.md shows benchmark/results/agents.jsonl.
 
 Exit status: 0 all runs are timed, 1 one has failed, 2 a bad argument.
 """
@@ -120,7 +120,7 @@ def measure(script: str, mode: str, agents: int) -> dict:
     many = mode != "processes"
     path = str(LEANRL / f"{script}_{'seeds' if many else 'torchcompile'}.py")
     steps = STARTS + max(STEPS // 10, STEPS // agents)
-    command = [sys.executable, path, "--compile", "--buffer-size=100000"]
+    command = [sys.executable, path, "--compile", "--no-cuda", "--buffer-size=100000"]
     command += [f"--learning-starts={STARTS}", f"--total-timesteps={steps}"]
     if many:
         workers = ["--env-workers"] if mode == "workers" else []

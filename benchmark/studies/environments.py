@@ -137,6 +137,7 @@ def main() -> int:
     check_interpreter("peers", args.peers)
     lines_of_output(args.output, check)
     lines, failed = [], False
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the libraries, too, run on the CPU
     for seed in range(1, args.rounds + 1):
         for script in args.scripts:
             for num_envs in args.num_envs or NUM_ENVS[script]:

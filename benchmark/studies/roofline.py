@@ -70,20 +70,20 @@ def arguments(script: str, steps: int) -> list[str]:
 
 
 def lengths(script: str) -> tuple[int, int]:
-    """Agent steps of two runs, whose difference has no start-up: whole rollouts, or a few gradient steps."""
+    """Agent steps asked of two runs, whose difference has no start-up: rollouts, or a few gradient steps."""
     rollouts = COLLECTION[script].quick // 4
     return (rollouts, 2 * rollouts) if COLLECTION[script].on_policy else (300, 700)
 
 
-def operations(script: str, steps: int) -> int:
-    """The floating-point operations of products and convolutions in a whole run of the eager script."""
+def operations(script: str, steps: int) -> tuple[int, int]:
+    """Floating-point operations of products and convolutions in a whole eager run, and the steps it made."""
     path = str(LEANRL / f"{script}.py")
     from torch.utils.flop_counter import FlopCounterMode  # `./run.sh report` needs no PyTorch
 
     with FlopCounterMode(display=False) as counter:
         with patch.object(sys, "argv", [path, *arguments(script, steps)]), patch("signal.signal"):
-            runpy.run_path(path, run_name="__main__")
-    return counter.get_total_flops()
+            run = runpy.run_path(path, run_name="__main__")
+    return counter.get_total_flops(), run["global_step"]
 
 
 def gflops() -> float:
@@ -104,10 +104,9 @@ def measure(script: str, threads: int) -> dict:
     import torch
 
     torch.set_num_threads(threads)
-    short, long = lengths(script)
     with redirect_stdout(None):
-        counted = [operations(script, steps) for steps in (short, long)]
-    megaflops = (counted[1] - counted[0]) / (long - short) / 1e6
+        (few, begin), (many, end) = (operations(script, steps) for steps in lengths(script))
+    megaflops = (many - few) / (end - begin) / 1e6
     command = [sys.executable, str(LEANRL / f"{script}_torchcompile.py"), "--compile"]
     command += arguments(script, COLLECTION[script].speed)
     summary, _ = run_for_summary(command, Path.cwd())

@@ -34,6 +34,13 @@ from benchmark.sweep.process import SAVE_SECONDS, Job, tail
 from benchmark.sweep.runs import PROFILES, Args, Run, check_args, select, visible_gpus
 from benchmark.terminal import PROGRAM, say
 
+REFUSED_SECONDS = 60  # after which Slurm is asked again to take runs
+
+
+def refusal(error: Exception) -> str:
+    """Why Slurm did not take runs, in one line."""
+    return " ".join(str(error).split())[-300:]
+
 
 class Sweep:
     """The runs of a selection on their way into the files of results of a folder."""
@@ -43,13 +50,14 @@ class Sweep:
         self.peers = args.peers, args.leanrl, args.cleanrl
         self.time_limit = 60 * (args.time_limit or PROFILES[args.profile].time_limit)
         all_at_once = args.profile in ("learning", "check") and args.cluster == "local"
-        places = (len(gpus) or usable_cores()) // max(run.ranks or 1 for run in runs)
+        ranks = max(run.ranks or 1 for run in runs)
+        places = min(len(gpus) or usable_cores(), usable_cores()) // ranks
         workers = args.workers or (max(places, 1) if all_at_once else 1)
         if args.cluster == "slurm":
             self.executor = Slurm(args, workers, folder, self.time_limit)
         else:
-            self.executor = ThisMachine(args, workers, gpus, lock.fileno())
-        self.record = Record(folder, args.profile)
+            self.executor = ThisMachine(args, workers, ranks, gpus, lock.fileno())
+        self.record = Record(folder, args)
         self.seconds: dict[tuple[str, str], list[float]] = {}  # that runs of a script and mode took
         self.done, self.failed, self.attempts = 0, 0, dict.fromkeys(runs, 0)  # attempts of this call
         self.running: dict[Run, Attempt] = {}
@@ -102,9 +110,10 @@ class Sweep:
             resumable = run.checkpoint_every is not None
             command, ranks = run.command(*self.peers), run.ranks or 1
             jobs.append(Job(command, str(cache), self.time_limit, resumable, ranks=ranks))
-        for run, attempt in zip(runs, self.executor.start(folders, jobs, places), strict=True):
-            self.attempts[run] += 1
-            self.running[run] = attempt
+        with self.executor.submission():
+            for run, attempt in zip(runs, self.executor.start(folders, jobs, places), strict=True):
+                self.attempts[run] += 1
+                self.running[run] = attempt
 
     def collect(self) -> None:
         """Record the runs that have ended, or put them back into the queue for another attempt."""
@@ -131,10 +140,20 @@ class Sweep:
                 self.add(*self.record.lines_of(run, outcome, int(attempt.folder.name)))
 
     def run(self) -> None:
-        """Do all that is missing."""
+        """Do all that is missing. Where Slurm refuses runs while others go on, it is asked again."""
+        ask = time.monotonic()
         while self.queue or self.running:
-            if places := self.executor.free(list(self.running.values()), len(self.queue)):
-                self.submit([self.queue.popleft() for _ in places], places)
+            running, waiting = list(self.running.values()), len(self.queue) * (time.monotonic() >= ask)
+            if places := self.executor.free(running, waiting):
+                runs = [self.queue.popleft() for _ in places]
+                try:
+                    self.submit(runs, places)
+                except submitit.core.utils.FailedJobError as error:
+                    if not running:
+                        raise
+                    self.queue.extendleft(reversed(runs))
+                    ask = time.monotonic() + REFUSED_SECONDS
+                    say(f"Slurm refused {len(runs)} runs for now: {refusal(error)}")
             self.show()
             time.sleep(self.executor.pause)
             self.collect()
@@ -203,8 +222,7 @@ def work(args: Args, runs: list[Run], folder: Path, gpus: list[str]) -> int:
     except KeyboardInterrupt:
         status, message = 130, "stopped"
     except submitit.core.utils.FailedJobError as error:
-        told = " ".join(str(error).split())[-300:]
-        status, message = 2, f"{PROGRAM}: error: Slurm refused the runs: {told}"
+        status, message = 2, f"{PROGRAM}: error: Slurm refused the runs: {refusal(error)}"
     except (results.ResultsError, OSError) as error:
         status, message = 2, f"{PROGRAM}: error: --folder {folder}: {error}"
     if sweep:
@@ -221,7 +239,7 @@ def main() -> int:
     runs = select(args, gpus)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    return work(args, runs, (args.folder or default_folder(args.profile)).absolute(), gpus)
+    return work(args, runs, (args.folder or default_folder(args)).absolute(), gpus)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,12 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -63,13 +66,19 @@ class ThisMachine:
     patience = 0.0
     """seconds after the end of a run for which its outcome may not have been seen here"""
 
-    def __init__(self, args: Args, workers: int, gpus: list[str], lock: int):
-        if gpus and workers > len(gpus):
-            refuse(f"--workers takes a number from 1 to {len(gpus)}, the GPUs at hand, got {workers}")
+    def __init__(self, args: Args, workers: int, ranks: int, gpus: list[str], lock: int):
+        """For runs of at most so many ranks."""
+        if gpus and workers > (most := len(gpus) // ranks):
+            at_hand = f"the GPUs at hand{f' for {ranks} ranks each' if ranks > 1 else ''}"
+            refuse(f"--workers takes a number from 1 to {most}, {at_hand}, got {workers}")
         if args.runs_per_gpu > 1 and not gpus:
             refuse(f"--runs-per-gpu takes 1 where there is no GPU, got {args.runs_per_gpu}")
         self.runs_per_gpu, self.workers, self.gpus = args.runs_per_gpu, workers * args.runs_per_gpu, gpus
         self.cores, self.lock = core_shares(self.workers), lock
+
+    def submission(self) -> AbstractContextManager:
+        """What `start` is called in, and what it gives is noted in: nothing special."""
+        return nullcontext()
 
     def free(self, running: list[Attempt], waiting: int) -> list[int]:
         """The places that are free, for as many runs as wait at most."""
@@ -80,8 +89,9 @@ class ThisMachine:
         """Start jobs at their places. Each holds the sweep's lock, too, until it has ended."""
         attempts = []
         for folder, job, place in zip(folders, jobs, places, strict=True):
-            # One at a time has all cores, and PyTorch's choice of threads, to itself.
-            threads = (len(self.cores[place]) or None) if self.workers > 1 else None
+            # One at a time has all cores, and PyTorch's choice of threads, to itself; torchrun's is one.
+            alone = self.workers == 1 and job.ranks == 1
+            threads = None if alone else len(self.cores[place]) // job.ranks or None
             # Workers are taken in turn, so that few runs have one each. Where PyTorch can use no GPU, the run
             # sees none, and else one, or of its worker's share as many as it has ranks.
             count = self.workers // self.runs_per_gpu
@@ -105,8 +115,14 @@ class ThisMachine:
         return ""
 
     def found(self, folder: Path) -> Attempt | None:
-        """The attempt of an earlier sweep in this folder that is still under way: the lock rules it out."""
-        return None
+        """No attempt of an earlier sweep is under way: the lock rules it out, and Slurm's is refused."""
+        if not (note := folder / "slurm_job").exists() or (folder / "outcome.json").exists():
+            return None
+        job, states = note.read_text(), slurm_states()
+        if states is not None and state_in(states, job) in SLURM_ENDED:
+            return None
+        ask = f"go on with --cluster slurm, or end it and remove {note}"
+        refuse(f"--cluster local: Slurm's job {job} may be at work in this folder: {ask}")
 
     def ended(self, attempt: Attempt) -> bool:
         """Whether a run has left this machine."""
@@ -119,6 +135,25 @@ class ThisMachine:
     def log(self, attempt: Attempt) -> str:
         """What the process around a run has printed."""
         return last_lines(attempt.folder / "process.txt")
+
+
+def slurm_states() -> dict[str, str] | None:
+    """The state and its reason of each of this user's jobs, as in "PENDING Resources"; None if not known.
+
+    submitit asks sacct, which many clusters do not have, and waits for ever for a job that died.
+    """
+    command = ["squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i %T %r"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    lines = [line.strip().split(" ", 1) for line in done.stdout.splitlines()]
+    return dict(lines) if done.returncode == 0 else None
+
+
+def state_in(states: dict[str, str], job: str) -> str:
+    """The state of a job without its reason."""
+    return states.get(job, "GONE").partition(" ")[0]
 
 
 class Slurm:
@@ -143,14 +178,23 @@ class Slurm:
         self.executor.update_parameters(name="leanrl", slurm_additional_parameters=more, **options)
         self.look()
 
+    @contextmanager
+    def submission(self) -> Iterator[None]:
+        """Hold signals back: jobs that Slurm has taken and nobody has noted would go on for ever."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
     def free(self, running: list[Attempt], waiting: int) -> list[int]:
-        """A place for each run that waits."""
-        return [0] * waiting
+        """A place for each run that waits; beside runs at work, for as many as they leave workers."""
+        return [0] * (min(waiting, max(self.workers - len(running), 0)) if running else waiting)
 
     def start(self, folders: list[Path], jobs: list[Job], places: list[int]) -> list[Attempt]:
         """Start jobs, as one array. A later sweep finds them by what is noted in their folders."""
         for folder, job in zip(folders, jobs, strict=True):
-            write_job(folder, replace(job, threads=self.cores_per_job))
+            write_job(folder, replace(job, threads=max(self.cores_per_job // job.ranks, 1)))
         with self.executor.batch():
             handles = [self.executor.submit(run_job, folder) for folder in folders]
         for folder, handle in zip(folders, handles, strict=True):
@@ -158,14 +202,8 @@ class Slurm:
         return [Attempt(folder, handle) for folder, handle in zip(folders, handles, strict=True)]
 
     def look(self) -> None:
-        """Hear the state and its reason of each of this user's jobs, as in "PENDING Resources".
-
-        submitit asks sacct, which many clusters do not have, and waits for ever for a job that died.
-        """
-        command = ["squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i %T %r"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        lines = [line.strip().split(" ", 1) for line in done.stdout.splitlines()]
-        self.states = dict(lines) if done.returncode == 0 else None
+        """Hear what has become of the runs."""
+        self.states = slurm_states()
 
     def state(self, attempt: Attempt) -> str:
         """What the cluster says of a run that it knows, such as "PENDING Resources"."""
@@ -180,9 +218,7 @@ class Slurm:
 
     def ended(self, attempt: Attempt) -> bool:
         """Whether a run has left the cluster; where Slurm does not answer, it may be at work."""
-        if self.states is None:
-            return False
-        return self.states.get(attempt.process.job_id, "GONE").partition(" ")[0] in SLURM_ENDED
+        return self.states is not None and state_in(self.states, attempt.process.job_id) in SLURM_ENDED
 
     def stop(self, attempt: Attempt) -> None:
         """Have a run end."""

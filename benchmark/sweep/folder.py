@@ -1,7 +1,9 @@
 """A sweep's folder: the results in it, and what attempts at its runs have left."""
 
 import fcntl
+import itertools
 import json
+import re
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,15 +15,21 @@ from benchmark.machine import commit, git
 from benchmark.modes import LIBRARIES
 from benchmark.report import results
 from benchmark.sweep.process import SAVE_SECONDS, checkpoints
-from benchmark.sweep.runs import Run
+from benchmark.sweep.runs import Args, Run, further_options, shortened
 from benchmark.terminal import refuse, say
 
 
-def default_folder(profile: str) -> Path:
-    """sweeps/<profile>-<commit>; a new one each time where there are changes that are not committed."""
+def default_folder(args: Args) -> Path:
+    """sweeps/<profile>-<commit>, and what `describe` asks for a folder of its own.
+
+    It is a new one each time where there are changes that are not committed.
+    """
     head = git(ROOT, "rev-parse", "--short=7", "HEAD")
     changed = git(ROOT, "status", "--porcelain", "--untracked-files=no")
-    parts = (profile, head, f"{datetime.now():%m%d-%H%M%S}" if changed else "")
+    options = re.sub(r"[^\w.=-]", "_", "-".join(map("=".join, further_options(args).items())))
+    ranks = f"ranks={args.ranks}" if args.ranks != Args.ranks else ""
+    now = f"{datetime.now():%m%d-%H%M%S}" if changed else ""
+    parts = (args.profile, head, shortened(options, 80), ranks, now)
     return ROOT / "sweeps" / "-".join(part for part in parts if part)
 
 
@@ -52,25 +60,34 @@ def claim(folder: Path, seconds: float = SAVE_SECONDS + 20) -> TextIO:
             refuse(f"--folder {folder}: its disk has no locks: {error.strerror}")
 
 
-def describe(folder: Path, profile: str) -> str:
+def describe(folder: Path, args: Args) -> str:
     """The identity of a folder's sweep, written down where it is new.
 
-    Refuses a folder with a sweep of another profile.
+    Refuses a folder with a sweep of another profile, or of runs that its tables would not tell apart.
     """
     path, now = folder / "sweep.json", commit(ROOT)
+    settings = {"profile": args.profile, "options": further_options(args), "ranks": args.ranks}
     if not path.exists():
         identity = f"{datetime.now(UTC):%Y-%m-%d}-{uuid4().hex[:8]}"
-        description = {"format": results.FORMAT, "id": identity, "profile": profile, "git_commit": now}
+        description = {"format": results.FORMAT, "id": identity, "git_commit": now, **settings}
         results.replace(path, [description], results.check_description)
         return identity
     sweep, *more = results.read(path, results.check_description) or [None]
     if more or not sweep:
         refuse(f"{path} is not the description of one sweep: remove it, and the folder is new")
-    if sweep["profile"] != profile:
-        refuse(f"--folder {folder}: has a sweep of profile {sweep['profile']}, not {profile}")
+    for name, value in settings.items():
+        if (begun := sweep.get(name, value)) != value:
+            refuse(f"--folder {folder}: has a sweep with --{name} {told(begun)}, not {told(value)}")
     if sweep["git_commit"] != now:
         say(f"{folder} was begun at commit {sweep['git_commit']}, this is {now}")
     return sweep["id"]
+
+
+def told(value: str | int | dict[str, str]) -> str:
+    """A value of an argument of the sweep, as one types it."""
+    if isinstance(value, dict):
+        return " ".join(filter(None, itertools.chain(*value.items()))) or "none"
+    return str(value)
 
 
 def read_outcome(folder: Path) -> dict | None:
@@ -85,8 +102,8 @@ def read_outcome(folder: Path) -> dict | None:
 class Record:
     """The files of results of a sweep's folder, and the folders of the attempts at its runs."""
 
-    def __init__(self, folder: Path, profile: str):
-        self.folder, self.identity = folder, describe(folder, profile)
+    def __init__(self, folder: Path, args: Args):
+        self.folder, self.identity = folder, describe(folder, args)
         self.results, self.curves = folder / "results.jsonl", folder / "curves.jsonl"
 
     def restore(self, selected: set[str]) -> list[dict]:
@@ -137,8 +154,13 @@ class Record:
         return sorted((path for path in folders if path.name.isdecimal()), key=lambda path: int(path.name))
 
     def new_attempt(self, run: Run) -> Path:
-        """A new folder for a run, with what the newest attempt that had a checkpoint has left."""
+        """A new folder for a run, with what the newest attempt that had a checkpoint has left.
+
+        An attempt that Slurm did not take leaves its folder to the next.
+        """
         earlier = self.attempts(run)
+        if earlier and not {"process.txt", "slurm_job"} & {path.name for path in earlier[-1].iterdir()}:
+            return earlier[-1]
         folder = self.folder / "jobs" / run.name / str(int(earlier[-1].name) + 1 if earlier else 1)
         folder.mkdir(parents=True)
         saved = [path / "runs" for path in earlier if checkpoints(path / "runs")]

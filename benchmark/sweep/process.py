@@ -18,12 +18,14 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pynvml
 
+from benchmark import ROOT
 from benchmark.machine import children_usage, provenance, summary_of
 from benchmark.report.curve import grouped, in_groups, logged
 
@@ -37,7 +39,7 @@ class Job:
 
     command: list[str]
     cache: str
-    """the folder of compiled code; it has a file `used` once a run has begun"""
+    """the folder of compiled code; it has a file `used` once a run has begun, `whole` once one is done"""
     time_limit: float
     """in seconds"""
     resumable: bool = False
@@ -127,15 +129,17 @@ def variables(job: Job) -> dict[str, str]:
     """The environment variables of a run."""
     # NVML numbers GPUs in the order of the bus, CUDA would number them by speed.
     env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | os.environ | {"PYTHONUNBUFFERED": "1"}
+    # For environments of benchmark/, such as benchmark.no_velocity:PendulumNoVel-v1.
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))
     env |= dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), job.cache)
     env |= {"OMP_NUM_THREADS": str(job.threads)} if job.threads else {}
     return env | ({} if job.gpu is None else {"CUDA_VISIBLE_DEVICES": job.gpu})
 
 
-def begin() -> None:
-    """What a run does before it becomes the script."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with this process
+def begin(ranks: int) -> None:
+    """What a run does before it becomes the script, or torchrun, which ends its ranks only if it is asked."""
+    if sys.platform == "linux":  # PR_SET_PDEATHSIG: it ends with this process
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL if ranks == 1 else signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell has it ignored in the background
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # by which Slurm tells submitit that time is up
 
@@ -211,16 +215,19 @@ def run_job(folder: Path) -> None:
     outcome = provenance(job.command, env, gpu.name)
     (runs / "about.json").write_text(json.dumps({"command": command, **outcome}))
     seconds_before, _ = children_usage()
-    cold_start = not (cache / "used").exists()
+    used, whole = cache / "used", cache / "whole"
+    # If a run has begun and none has ended well, nobody knows how much compiled code there is.
+    cold_start = False if whole.exists() else None if used.exists() else True
     cache.mkdir(parents=True, exist_ok=True)
-    (cache / "used").touch()
+    used.touch()
     start = time.time()
     with (runs / "starts.txt").open("a") as starts:
         starts.write(f"{start}\n")
     stdout, log = folder / "stdout.txt", folder / "log.txt"
     options = {"cwd": folder, "env": env, "stdin": subprocess.DEVNULL, "process_group": 0}
+    options["preexec_fn"] = partial(begin, job.ranks)
     with stdout.open("wb") as out, log.open("wb") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, preexec_fn=begin, **options)
+        process = subprocess.Popen(command, stdout=out, stderr=err, **options)
         try:
             reason = watch(process, job.time_limit, gpu)
         finally:
@@ -231,6 +238,7 @@ def run_job(folder: Path) -> None:
     if reason := reason or failure(code, summary):
         outcome |= {"status": "failed", "reason": reason, "log": last_lines(log)}
     else:
+        whole.touch()
         outcome |= {"status": "ok", "cold_start": cold_start, **gpu.totals(training_seconds(summary))}
         outcome |= {"runs_per_gpu": job.runs_per_gpu, "resumed": resumed, "summary": summary}
         outcome["curve"] = in_groups(logged(runs)) | gpu.curve(start)

@@ -47,6 +47,7 @@ OWN = {
     "checkpoint-every": "--checkpoint-every",
     "compile": "--modes",
     "cudagraphs": "--modes",
+    "cuda": "CUDA_VISIBLE_DEVICES= in front of the command",
     "resume": "--folder, whose runs go on from their checkpoints",
     "evaluate": "the script itself, for a sweep trains",
 }
@@ -84,7 +85,7 @@ class Args:
     cleanrl: Path | None = None
     """a clone of CleanRL, for the scripts that its package does not have: PQN's"""
     folder: Path | None = None
-    """the sweep's folder, by default sweeps/<profile>-<commit>"""
+    """the sweep's folder, by default sweeps/<profile>-<commit>, with --options and --ranks where given"""
     workers: int | None = None
     """runs at a time, each with its share of the cores and a GPU; 1, in the profiles learning and check one a
     GPU or, without, a core (on Slurm 1)"""
@@ -113,6 +114,12 @@ def script_of(algorithm: str, mode: str) -> Path:
     return LEANRL / f"{algorithm}{MODES[mode].suffix}.py"
 
 
+def shortened(name: str, most: int) -> str:
+    """A name of at most so many characters: a folder's has 255 bytes at most, and --env-kwargs are long."""
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    return name if len(name) <= most else f"{name[: most - 20]}-{digest}"
+
+
 @dataclass(frozen=True)
 class Run:
     """One run of the selection. `name` tells it from all others of a sweep."""
@@ -133,9 +140,7 @@ class Run:
         parts += [f"ranks={self.ranks}"] if self.ranks else []
         parts += ["=".join(option) for option in self.options]
         name = "-".join(map(str, parts)).replace("/", "_")
-        if len(name) > 200:  # it is a folder's, which has at most 255 bytes, and --env-kwargs are long
-            name = f"{name[:180]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
-        return f"{name}-seed{self.seed}"
+        return f"{shortened(name, 200)}-seed{self.seed}"
 
     def command(
         self, peers: Path | None, leanrl: Path | None = None, cleanrl: Path | None = None
