@@ -88,7 +88,7 @@ def test_all_parts_are_done_in_order_with_the_compile_caches_of_the_sweep(tmp_pa
     # They count as warm, and compiled code is there without graphs, too.
     for mode in ("both", "compile", "tf32", "bfloat16_both"):
         cache = tmp_path / "out" / "cache" / f"sac_continuous_action-{mode}-HalfCheetah-v4"
-        assert {path.name for path in cache.iterdir()} == {"used", "code"}
+        assert {path.name for path in cache.iterdir()} == {"used", "whole", "code"}
     copies = [*(tmp_path / "out").glob("*_reduce_overhead.py")]
     assert len(copies) == 2
     for copy in copies:

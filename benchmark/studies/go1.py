@@ -28,7 +28,6 @@ from benchmark import LEANRL
 from benchmark.machine import provenance, run_for_summary
 from benchmark.report import results
 from benchmark.report.tables import by, by_machine, markdown
-from benchmark.sweep.process import GpuSampler
 from benchmark.terminal import lines_of_output, refuse
 
 ENV_ID = "Go1JoystickFlatTerrain-v1"
@@ -152,6 +151,8 @@ def main() -> int:
         args.folder.mkdir(parents=True)
     except OSError as error:
         refuse(f"takes a new folder, got {args.folder}: {error}")
+    from benchmark.sweep.process import GpuSampler  # `./run.sh report` needs no sweep
+
     gpu = GpuSampler(os.environ.get("CUDA_VISIBLE_DEVICES")).name
     about = provenance((sys.executable, LEANRL / "fast_td3_torchcompile.py"), dict(os.environ), gpu)
     seconds = 0.0
