@@ -140,7 +140,8 @@ def rescale_actions(env: gym.Env) -> gym.Env:
         refuse(f"--env-id takes bounded vectors of floats as actions, not {actions}")
     # Scaling may round to just outside of the bounds.
     env = gym.wrappers.TransformAction(env, lambda action: action.clip(actions.low, actions.high), actions)
-    return gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
+    one = actions.dtype.type(1)
+    return gym.wrappers.RescaleAction(env, -one, one)
 
 
 def make_envs(args: Args, seeds: list[int], videos: Path | None) -> gym.Env | SyncVectorEnv:
@@ -334,7 +335,20 @@ def load_states(state: dict, checkpoint: dict) -> None:
         if name not in checkpoint:
             refuse(f"{checkpoint['file']} of {checkpoint['script']}.py has no {name}")
         settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
-        item.load_state_dict(checkpoint[name] | settings)
+        try:
+            item.load_state_dict(checkpoint[name] | settings)
+        except (RuntimeError, ValueError) as error:  # of other sizes
+            refuse(f"{checkpoint['file']} does not fit: {str(error)[:300]}")
+
+
+def take_up(args: Args, checkpoint: dict, progress: dict) -> None:
+    """Go on from a checkpoint: what was done after it gives way, and so does a best agent of later."""
+    os.utime(checkpoint["file"])  # the newest from here on
+    best = checkpoint["file"].with_name("best.pt")
+    if read(best).get("progress", progress)["global_step"] > progress["global_step"]:
+        best.unlink()
+    if not best.exists() or args.env_kwargs != checkpoint["args"].get("env_kwargs", {}):
+        progress["best_eval"] = -math.inf
 
 
 def stop_on_signals() -> list[int]:
@@ -437,7 +451,7 @@ class Pool(gym.Wrapper):
         if self.env.config.get("max_num_players", 1) > 1:
             refuse(f"--env-id {args.env_id}: more than one player")
         space = self.env.observation_space
-        self.keys = sorted(args.obs_keys or space) if isinstance(space, gym.spaces.Dict) else None
+        self.keys = sorted({*(args.obs_keys or space)}) if isinstance(space, gym.spaces.Dict) else None
         parts = {key: space.spaces.get(key) for key in self.keys} if self.keys else {"": space}
         boxes = all(isinstance(part, gym.spaces.Box | gym.spaces.MultiBinary) for part in parts.values())
         if not boxes or (args.obs_keys and not self.keys):
@@ -511,12 +525,6 @@ if __name__ == "__main__":
         lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
     except Timeout:
         refuse(f"--resume: a run is at work in {folder}")
-    best = folder / "best.pt"
-    if read(best).get("progress", progress)["global_step"] > global_step:
-        best.unlink()  # of steps that are done again
-        progress["best_eval"] = -math.inf
-    if args.resume and args.env_kwargs != checkpoint["args"].get("env_kwargs", {}):
-        progress["best_eval"] = -math.inf  # returns of another task
 
     videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
     sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
@@ -655,6 +663,8 @@ if __name__ == "__main__":
     writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
 
     last = bool(args.evaluate) or global_step >= args.total_timesteps
+    if args.resume and not last:
+        take_up(args, checkpoint, progress)
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
     first_update, saved_step = updates, global_step
@@ -685,7 +695,7 @@ if __name__ == "__main__":
                 episode_return[index] = episode_length[index] = 0
                 deviations[index].uniform_(args.std_min, args.std_max)
                 if "is_success" in info:
-                    successes.append(float(info["is_success"]))
+                    successes.append(float(np.all(info["is_success"])))
                     writer.add_scalar("charts/success_rate", np.mean(successes[-100:]), global_step)
 
             outcomes = np.stack([rewards, terminated, over], axis=1)
@@ -737,7 +747,7 @@ if __name__ == "__main__":
     summary |= {"device": device.type, "compile": False, "cudagraphs": False}
     best = progress["best_eval"] if math.isfinite(progress["best_eval"]) else None
     summary |= {"eval_returns": eval_returns, "best_eval_return": best}
-    eval_successes = [float(info["is_success"]) for info in eval_infos if "is_success" in info]
+    eval_successes = [float(np.all(info["is_success"])) for info in eval_infos if "is_success" in info]
     for name, rates in {"success_rate": successes[-100:], "eval_success_rate": eval_successes}.items():
         summary[name] = float(np.mean(rates)) if rates else None
     summary |= {"updates": updates, "episodes": len(returns)}

@@ -46,6 +46,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -425,7 +426,20 @@ def load_states(state: dict, checkpoint: dict) -> None:
         if name not in checkpoint:
             refuse(f"{checkpoint['file']} of {checkpoint['script']}.py has no {name}")
         settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
-        item.load_state_dict(checkpoint[name] | settings)
+        try:
+            item.load_state_dict(checkpoint[name] | settings)
+        except (RuntimeError, ValueError) as error:  # of other sizes
+            refuse(f"{checkpoint['file']} does not fit: {str(error)[:300]}")
+
+
+def take_up(args: Args, checkpoint: dict, progress: dict) -> None:
+    """Go on from a checkpoint: what was done after it gives way, and so does a best agent of later."""
+    os.utime(checkpoint["file"])  # the newest from here on
+    best = checkpoint["file"].with_name("best.pt")
+    if read(best).get("progress", progress)["global_step"] > progress["global_step"]:
+        best.unlink()
+    if not best.exists() or args.env_kwargs != checkpoint["args"].get("env_kwargs", {}):
+        progress["best_eval"] = -math.inf
 
 
 def stop_on_signals() -> list[int]:
@@ -487,7 +501,8 @@ if __name__ == "__main__":
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **store)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(days=7), **store)  # rank 0 may evaluate for long
     if args.cuda and device.type == "cpu" and rank == 0:
         print("CUDA is not available: running on the CPU", file=sys.stderr)
     if args.torch_deterministic:
@@ -514,12 +529,6 @@ if __name__ == "__main__":
             lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
         except Timeout:
             refuse(f"--resume: a run is at work in {folder}")
-        best = folder / "best.pt"
-        if read(best).get("progress", progress)["global_step"] > global_step:
-            best.unlink()  # of steps that are done again
-            progress["best_eval"] = -math.inf
-    if args.resume and args.env_kwargs != checkpoint["args"].get("env_kwargs", {}):
-        progress["best_eval"] = -math.inf  # returns of another task
 
     videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
     # [ranks: own environments]
@@ -716,13 +725,15 @@ if __name__ == "__main__":
         run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
         run |= {"id": folder.name[-64:], "name": folder.name, "resume": "allow", "save_code": True}
         wandb.init(**run, sync_tensorboard=True)
-    if rank == 0:
+    if rank == 0:  # [ranks: one run]
         # Entries that are later than the checkpoint go.
         writer = SummaryWriter(str(folder), purge_step=global_step + 1 if args.resume else None)
         table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
         writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
 
     last = bool(args.evaluate) or global_step + ranks * batch_size > args.total_timesteps
+    if rank == 0 and args.resume and not last:  # [ranks: one run]
+        take_up(args, checkpoint, progress)
     silent = last or rank > 0  # [ranks: one run]
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=silent)
     stopping = stop_on_signals()

@@ -406,7 +406,20 @@ def load_states(state: dict, checkpoint: dict) -> None:
         if name not in checkpoint:
             refuse(f"{checkpoint['file']} of {checkpoint['script']}.py has no {name}")
         settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
-        item.load_state_dict(checkpoint[name] | settings)
+        try:
+            item.load_state_dict(checkpoint[name] | settings)
+        except (RuntimeError, ValueError) as error:  # of other sizes
+            refuse(f"{checkpoint['file']} does not fit: {str(error)[:300]}")
+
+
+def take_up(args: Args, checkpoint: dict, progress: dict) -> None:
+    """Go on from a checkpoint: what was done after it gives way, and so does a best agent of later."""
+    os.utime(checkpoint["file"])  # the newest from here on
+    best = checkpoint["file"].with_name("best.pt")
+    if read(best).get("progress", progress)["global_step"] > progress["global_step"]:
+        best.unlink()
+    if not best.exists() or args.env_kwargs != checkpoint["args"].get("env_kwargs", {}):
+        progress["best_eval"] = -math.inf
 
 
 def stop_on_signals() -> list[int]:
@@ -482,12 +495,6 @@ if __name__ == "__main__":
         lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
     except Timeout:
         refuse(f"--resume: a run is at work in {folder}")
-    best = folder / "best.pt"
-    if read(best).get("progress", progress)["global_step"] > global_step:
-        best.unlink()  # of steps that are done again
-        progress["best_eval"] = -math.inf
-    if args.resume and args.env_kwargs != checkpoint["args"].get("env_kwargs", {}):
-        progress["best_eval"] = -math.inf  # returns of another task
 
     videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
     envs = make_envs(args, global_step, videos)
@@ -662,6 +669,8 @@ if __name__ == "__main__":
     writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
 
     last = bool(args.evaluate) or global_step + batch_size > args.total_timesteps
+    if args.resume and not last:
+        take_up(args, checkpoint, progress)
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
     saved_step = global_step

@@ -278,6 +278,7 @@ def recurrence(
             x, closed, places = with_resets(x, keep, by_hidden.shape[1])
             by_input = torch.cat([by_input, closed], dim=1)
         weights = [by_input, by_hidden, bias, torch.zeros_like(bias)]
+        torch.backends.cudnn.rnn.fp32_precision = "ieee"  # by default TF32
         # As nn.LSTM calls it: with biases, one layer, no dropout, training, one direction, steps come first.
         hiddens, _, cell = torch.lstm(x, state, weights, True, 1, 0.0, True, False, False)
         hiddens = hiddens[places]
@@ -371,7 +372,20 @@ def load_states(state: dict, checkpoint: dict) -> None:
         if name not in checkpoint:
             refuse(f"{checkpoint['file']} of {checkpoint['script']}.py has no {name}")
         settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
-        item.load_state_dict(checkpoint[name] | settings)
+        try:
+            item.load_state_dict(checkpoint[name] | settings)
+        except (RuntimeError, ValueError) as error:  # of other sizes
+            refuse(f"{checkpoint['file']} does not fit: {str(error)[:300]}")
+
+
+def take_up(args: Args, checkpoint: dict, progress: dict) -> None:
+    """Go on from a checkpoint: what was done after it gives way, and so does a best agent of later."""
+    os.utime(checkpoint["file"])  # the newest from here on
+    best = checkpoint["file"].with_name("best.pt")
+    if read(best).get("progress", progress)["global_step"] > progress["global_step"]:
+        best.unlink()
+    if not best.exists() or args.env_kwargs != checkpoint["args"].get("env_kwargs", {}):
+        progress["best_eval"] = -math.inf
 
 
 def stop_on_signals() -> list[int]:
@@ -474,7 +488,7 @@ class Pool(gym.Wrapper):
         if self.env.config.get("max_num_players", 1) > 1:
             refuse(f"--env-id {args.env_id}: more than one player")
         space = self.env.observation_space
-        self.keys = sorted(args.obs_keys or space) if isinstance(space, gym.spaces.Dict) else None
+        self.keys = sorted({*(args.obs_keys or space)}) if isinstance(space, gym.spaces.Dict) else None
         parts = {key: space.spaces.get(key) for key in self.keys} if self.keys else {"": space}
         boxes = all(isinstance(part, gym.spaces.Box | gym.spaces.MultiBinary) for part in parts.values())
         if not boxes or (args.obs_keys and not self.keys):
@@ -536,12 +550,6 @@ if __name__ == "__main__":
         lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
     except Timeout:
         refuse(f"--resume: a run is at work in {folder}")
-    best = folder / "best.pt"
-    if read(best).get("progress", progress)["global_step"] > global_step:
-        best.unlink()  # of steps that are done again
-        progress["best_eval"] = -math.inf
-    if args.resume and args.env_kwargs != checkpoint["args"].get("env_kwargs", {}):
-        progress["best_eval"] = -math.inf  # returns of another task
 
     videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
     sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
@@ -711,6 +719,8 @@ if __name__ == "__main__":
     writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
 
     last = bool(args.evaluate) or global_step + batch_size > args.total_timesteps
+    if args.resume and not last:
+        take_up(args, checkpoint, progress)
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
     startup_seconds = time.perf_counter() - START_TIME
@@ -740,7 +750,7 @@ if __name__ == "__main__":
                     writer.add_scalar("charts/episodic_length", episode_length[index], global_step)
                     episode_return[index] = episode_length[index] = 0
                     if "is_success" in infos.get(index, {}):
-                        successes.append(float(infos[index]["is_success"]))
+                        successes.append(float(np.all(infos[index]["is_success"])))
                         writer.add_scalar("charts/success_rate", np.mean(successes[-100:]), global_step)
                 rollout_keep[step + 1, :, 0] = valid  # a step that only resets leads to a first observation
                 rollout_valid[step + 1] = valid = ~(terminated | truncated)  # else the next step only resets
@@ -795,7 +805,7 @@ if __name__ == "__main__":
     summary |= {"device": device.type, "compile": False, "cudagraphs": False}
     best = progress["best_eval"] if math.isfinite(progress["best_eval"]) else None
     summary |= {"eval_returns": eval_returns, "best_eval_return": best}
-    eval_successes = [float(info["is_success"]) for info in eval_infos if "is_success" in info]
+    eval_successes = [float(np.all(info["is_success"])) for info in eval_infos if "is_success" in info]
     for name, rates in {"success_rate": successes[-100:], "eval_success_rate": eval_successes}.items():
         summary[name] = float(np.mean(rates)) if rates else None
     summary |= {"updates": updates, "episodes": len(returns)}

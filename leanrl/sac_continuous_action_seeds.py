@@ -156,7 +156,8 @@ def rescale_actions(env: gym.Env) -> gym.Env:
         refuse(f"--env-id takes bounded vectors of floats as actions, not {actions}")
     # Scaling may round to just outside of the bounds.
     env = gym.wrappers.TransformAction(env, lambda action: action.clip(actions.low, actions.high), actions)
-    return gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
+    one = actions.dtype.type(1)
+    return gym.wrappers.RescaleAction(env, -one, one)
 
 
 def make_envs(args: Args, seeds: list[int], videos: Path | None) -> gym.Env | SyncVectorEnv:
@@ -434,13 +435,14 @@ def parse_args() -> tuple[Args, list[dict]]:  # [seeds: own seeds, own runs]
         if now != value and name not in ("resume", "num_seeds"):
             print(f"{option} {now}{' from here on' if args.resume else ''}, it was {value}", file=sys.stderr)
     seeds = args.seeds or range(args.seed, args.seed + args.num_seeds)  # [seeds: own runs]
-    if len(set(seeds)) < len(seeds):
+    if len(set(seeds)) < len(seeds) and not args.evaluate:
         refuse(f"--seeds takes different ones, got {args.seeds}")
     if args.track:
         refuse("--track takes one agent a process")
     if args.env_workers and (args.capture_video or args.env_backend == "envpool"):
         refuse("--env-workers excludes --capture-video and --env-backend envpool")
-    return replace(args, seed=seeds[0], num_seeds=len(seeds), seeds=tuple(seeds)), checkpoints
+    seed = args.seed if args.evaluate else seeds[0]  # agents that are evaluated play the same episodes
+    return replace(args, seed=seed, num_seeds=len(seeds), seeds=tuple(seeds)), checkpoints
 
 
 def read(file: Path) -> dict:
@@ -482,7 +484,20 @@ def load_states(state: dict, checkpoint: dict) -> None:
         if name not in checkpoint:
             refuse(f"{checkpoint['file']} of {checkpoint['script']}.py has no {name}")
         settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
-        item.load_state_dict(checkpoint[name] | settings)
+        try:
+            item.load_state_dict(checkpoint[name] | settings)
+        except (RuntimeError, ValueError) as error:  # of other sizes
+            refuse(f"{checkpoint['file']} does not fit: {str(error)[:300]}")
+
+
+def take_up(args: Args, checkpoint: dict, progress: dict) -> None:
+    """Go on from a checkpoint: what was done after it gives way, and so does a best agent of later."""
+    os.utime(checkpoint["file"])  # the newest from here on
+    best = checkpoint["file"].with_name("best.pt")
+    if read(best).get("progress", progress)["global_step"] > progress["global_step"]:
+        best.unlink()
+    if not best.exists() or args.env_kwargs != checkpoint["args"].get("env_kwargs", {}):
+        progress["best_eval"] = -math.inf
 
 
 def stop_on_signals() -> list[int]:
@@ -591,7 +606,7 @@ class Pool(gym.Wrapper):
         if self.env.config.get("max_num_players", 1) > 1:
             refuse(f"--env-id {args.env_id}: more than one player")
         space = self.env.observation_space
-        self.keys = sorted(args.obs_keys or space) if isinstance(space, gym.spaces.Dict) else None
+        self.keys = sorted({*(args.obs_keys or space)}) if isinstance(space, gym.spaces.Dict) else None
         parts = {key: space.spaces.get(key) for key in self.keys} if self.keys else {"": space}
         boxes = all(isinstance(part, gym.spaces.Box | gym.spaces.MultiBinary) for part in parts.values())
         if not boxes or (args.obs_keys and not self.keys):
@@ -653,7 +668,8 @@ if __name__ == "__main__":
     paths = args.resume or args.evaluate or [None] * num_agents
     agent_args, progress, folders, locks = [], [], [], []
     for seed, path, checkpoint in zip(args.seeds, paths, checkpoints or [{}] * num_agents, strict=True):
-        agent_args.append(replace(args, seed=seed, num_seeds=1, seeds=None, **{option: path}))
+        own = args.seed if args.evaluate else seed
+        agent_args.append(replace(args, seed=own, num_seeds=1, seeds=None, **{option: path}))
         progress.append({"global_step": 0, "updates": 0, "updates_due": 0.0, "returns": [], "successes": []})
         progress[-1] |= {"last_eval": 0, "best_eval": -math.inf}
         progress[-1] |= checkpoint["progress"] if args.resume else {}
@@ -664,12 +680,6 @@ if __name__ == "__main__":
             locks.append(FileLock(folders[-1] / ".lock").acquire(timeout=0))
         except Timeout:
             refuse(f"--resume: a run is at work in {folders[-1]}")
-        best = folders[-1] / "best.pt"
-        if read(best).get("progress", progress[-1])["global_step"] > progress[-1]["global_step"]:
-            best.unlink()  # of steps that are done again
-            progress[-1]["best_eval"] = -math.inf
-        if args.resume and args.env_kwargs != checkpoint["args"].get("env_kwargs", {}):
-            progress[-1]["best_eval"] = -math.inf  # returns of another task
     global_step, updates = progress[0]["global_step"], progress[0]["updates"]
     updates_due = progress[0]["updates_due"]
     returns, successes = ([of_agent[name] for of_agent in progress] for name in ("returns", "successes"))
@@ -873,6 +883,9 @@ if __name__ == "__main__":
         writers[-1].add_text("hyperparameters", f"param|value\n-|-\n{table}")
 
     last = bool(args.evaluate) or global_step >= args.total_timesteps
+    if args.resume and not last:
+        for of_agent, checkpoint in zip(progress, checkpoints, strict=True):  # [seeds: own runs]
+            take_up(args, checkpoint, of_agent)
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
     stopping = stop_on_signals()
     first_update, saved_step = updates, global_step
@@ -916,7 +929,7 @@ if __name__ == "__main__":
                     writers[agent].add_scalar("charts/episodic_length", episode_length[index], global_step)
                 episode_return[index] = episode_length[index] = 0
                 if "is_success" in info and agent not in lost:  # [seeds: own runs]
-                    successes[agent].append(float(info["is_success"]))
+                    successes[agent].append(float(np.all(info["is_success"])))
                     rate = np.mean(successes[agent][-100:])
                     writers[agent].add_scalar("charts/success_rate", rate, global_step)
 
@@ -976,20 +989,23 @@ if __name__ == "__main__":
     # ---- End -----------------------------------------------------------------------------------------------
     if not (updates or args.evaluate or stopping):
         print("no gradient step was made", file=sys.stderr)
-    eval_returns = []  # [seeds: own runs]
+    eval_returns, eval_successes = [], []  # [seeds: own runs]
     if args.evaluate or (args.eval_episodes and not stopping):
         for agent in range(num_agents):  # [seeds: own runs]
             env = make_env(
                 agent_args[agent], folders[agent] / "evaluation" / "videos" if args.capture_video else None
             )
             player = actors[agent], partial(best_action, actor=actors[agent])
-            scores, _ = evaluate(agent_args[agent], env, *player, stopping) if agent in alive else ([], [])
+            scores, ends = evaluate(agent_args[agent], env, *player, stopping) if agent in alive else ([], [])
             eval_returns.append(scores)
+            eval_successes.append([np.all(info["is_success"]) for info in ends if "is_success" in info])
     summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
     summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast: one graph]
     best = [one["best_eval"] if math.isfinite(one["best_eval"]) else None for one in progress]
     summary |= {"eval_returns": eval_returns, "best_eval_return": best}  # [seeds: own runs]
-    summary["success_rate"] = [float(np.mean(ends[-100:])) if ends else None for ends in successes]
+    of_agents = {"success_rate": [ends[-100:] for ends in successes], "eval_success_rate": eval_successes}
+    for name, rates in of_agents.items():
+        summary[name] = [float(np.mean(ends)) if ends else None for ends in rates]
     summary |= {"updates": updates, "episodes": [len(totals) for totals in returns]}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         means = [float(np.mean(totals[-count:])) if totals else None for totals in returns]

@@ -23,9 +23,10 @@ LEANRL = ROOT / "leanrl"
 PASSAGES = {
     "    device = torch.device(": "    torch.set_flush_denormal(",
     "    torch.set_float32_matmul_precision(": "    torch.set_autocast_cache_enabled(",
-    "    name = re.sub(": '        progress["best_eval"] = -math.inf  # ret',
+    "    name = re.sub(": '        refuse(f"--resume: a run is',
     "    def log_losses(": "                sys.exit(",
     "    if args.track:\n        import": "    writer.add_text(",
+    "    if args.resume and not last:": "        take_up(",
     "    bar = tqdm(total=args": "    stopping = ",
     "    if args.track:\n        for": '    summary = {"script":',
     "    best = progress": '    summary |= {"eval_returns":',

@@ -399,7 +399,7 @@ class Parts(Scripted):
     def step(self, action):
         obs, *rest, _ = super().step(action)
         info = {"changes": np.ones(int(obs[1, 0])) if obs[1, 0] % 2 else [None], "episode": {"r": "none"}}
-        return self._parts(obs), *rest, info | {"is_success": obs[1, 0] > 1}
+        return self._parts(obs), *rest, info | {"is_success": obs[1:2, 0] > 1}
 
 
 class Boxes(Parts):

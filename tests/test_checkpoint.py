@@ -224,13 +224,13 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path, refusal):
     told = refusal(PPO, play, "--evaluate", path)
     assert told == f"{path} of {TD3}.py has no agent"
 
-    # A network that was changed since, by the user, shows where it does not fit.
+    # A network or a task that was changed since: it says where they do not fit.
     torch.save(good | {"actor": {key: tensor[:1] for key, tensor in good["actor"].items()}}, other)
-    with pytest.raises(RuntimeError, match="size mismatch for fc1"):
-        play(TD3, "--resume", other)
+    told = refusal(TD3, play, "--resume", other)
+    assert told.startswith(f"{other} does not fit: ") and "size mismatch for fc1" in told
 
 
-def test_the_newest_two_checkpoints_are_kept_and_nothing_else_is_removed(tmp_path, monkeypatch):
+def test_the_newest_two_checkpoints_are_kept_and_nothing_else_is_removed(tmp_path, monkeypatch, capfd):
     write, options = RecordWriter.write, ("--log-every", "10", "--checkpoint-every", "50")
     monkeypatch.setattr(torch, "save", save_in_order)
     monkeypatch.setattr(RecordWriter, "write", lambda *entry: time.sleep(0.005) or write(*entry))
@@ -239,11 +239,17 @@ def test_the_newest_two_checkpoints_are_kept_and_nothing_else_is_removed(tmp_pat
     others = ["best.pt", "notes.txt"]
     for other in others:
         (folder / other).write_text("mine")
-    # Of a run that went on from the older one the newest is what it wrote last.
-    for begin, end, kept in (("150.pt", 230, [200, 230]), ("200.pt", 210, [210, 230]), ("", 300, [260, 300])):
+    # Of a run that went on from the older one the newest are that and what it wrote last.
+    for begin, end, kept in (("150.pt", 230, [200, 230]), ("200.pt", 210, [200, 210]), ("", 300, [260, 300])):
         go_on(TD3, end, folder / begin)
         found = sorted(path.name for path in folder.iterdir() if path.suffix in (".pt", ".new", ".txt"))
         assert found == [*(f"{step}.pt" for step in kept), *others]
+    # One that dies before its first checkpoint has written entries over those of later steps.
+    with patch("torch.save", side_effect=MemoryError), pytest.raises(MemoryError):
+        go_on(TD3, 350, folder / "260.pt")
+    capfd.readouterr()
+    go_on(TD3, 400, folder)
+    assert f"Going on from {folder.resolve() / '260.pt'}\n" in capfd.readouterr().err
 
 
 # ---- Ends --------------------------------------------------------------------------------------------------

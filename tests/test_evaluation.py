@@ -97,19 +97,30 @@ def test_the_best_agent_of_steps_that_are_done_again_goes(name, tmp_path):
     train(name, *EVERY, "--save-model", directory=tmp_path)
     folders = [path.parent for path in sorted(tmp_path.glob("runs/*/best.pt"))]
     assert len(folders) == (2 if name in SEEDS else 1)
-    for later in (False, True, None):
-        for folder in folders:
-            best = torch.load(folder / "best.pt")
+    bests = [torch.load(folder / "best.pt") for folder in folders]
+    for more, later in enumerate((False, None, True), start=4):
+        for folder, best in zip(folders, bests, strict=True):
             if later:
-                best["progress"]["global_step"] = 10_000
-                torch.save(best, folder / "best.pt")
+                torch.save(best | {"progress": {"global_step": 10_000}}, folder / "best.pt")
             elif later is None:
                 (folder / "best.pt").write_text("mine")
-        again = train(name, "--resume", *folders, directory=tmp_path)["summary"]["best_eval_return"]
+        steps = ("--total-timesteps", 100 * more, "--eval-every", 10**9)
+        again = train(name, "--resume", *folders, *steps, directory=tmp_path)["summary"]["best_eval_return"]
         assert all((folder / "best.pt").exists() is not bool(later) for folder in folders)
         assert all((value is None) is bool(later) for value in (again if name in SEEDS else [again]))
-        for folder in folders if later else ():
-            torch.save(best, folder / "best.pt")
+
+
+def test_a_best_agent_that_is_gone_does_not_count_and_one_goes_only_if_steps_are_done(tmp_path):
+    train(TD3, *EVERY, "--save-model", directory=tmp_path)
+    [best] = tmp_path.glob("runs/*/best.pt")
+    torch.save(torch.load(best) | {"progress": {"global_step": 10_000}}, best)
+    with pytest.raises(TypeError, match="typo"):
+        train(TD3, "--resume", best.parent, "--env-kwargs", '{"typo": 1}')
+    assert train(TD3, "--resume", best.parent)["summary"]["best_eval_return"] is not None and best.exists()
+    best.unlink()
+    steps = ("--total-timesteps", 400, "--eval-every", 100)
+    again = train(TD3, "--resume", best.parent, *steps)["summary"]["best_eval_return"]
+    assert again == torch.load(best)["progress"]["best_eval"]
 
 
 @pytest.mark.parametrize("name", [TD3, "ppo", *SEEDS])

@@ -60,7 +60,8 @@ def how(script: str) -> tuple:
 def sound_graphs(monkeypatch):
     """Refuse a replay that would use memory that is no longer there, where PyTorch can tell (2.13)."""
     gc.collect()  # a captured graph in a cycle that dies during a later capture breaks it
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # in which eager and compiled code differ
+    # By default it is TF32, in which eager and compiled code differ.
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
     if "check_input_liveness" in inspect.signature(torch.cuda.graph.__init__).parameters:
         monkeypatch.setattr(torch.cuda, "graph", partial(torch.cuda.graph, check_input_liveness=True))
 

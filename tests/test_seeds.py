@@ -206,9 +206,10 @@ def test_an_agent_has_folder_figures_and_checkpoints_as_a_run_of_one(name, tmp_p
         evaluated = run(script, *evaluate, folders[agent])
         expected = pytest.approx(summary["eval_returns"][agent], rel=1e-4)
         assert evaluated["summary"]["eval_returns"] == expected
-        evaluated = run(name, *evaluate, tmp_path / alone["folder"], "--num-seeds", 1)
+        # Also twice, for the episodes are those of --seed.
+        evaluated = run(name, *evaluate, *2 * [tmp_path / alone["folder"]], "--num-seeds", 2)
         expected = pytest.approx(alone["summary"]["eval_returns"], rel=1e-4)
-        assert evaluated["summary"]["eval_returns"][0] == expected
+        assert evaluated["summary"]["eval_returns"] == 2 * [expected]
 
     loaded = run(name, "--resume", *folders)
     for key in ("updates", "updates_due", "returns"):

@@ -48,7 +48,7 @@ def test_a_script_is_read_in_one_sitting_and_what_it_shares_is_what_the_program_
     assert copy_shared.shared(name, text(name)) == text(name)
     lines, nodes = text(name).splitlines(), list(ast.walk(ast.parse(text(name))))
     assert max(map(len, lines)) <= 110
-    assert len(copy_shared.section(text(name), "Run").strip().splitlines()) <= 128 or name in SEEDS
+    assert len(copy_shared.section(text(name), "Run").strip().splitlines()) <= 141 or name in SEEDS
     classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.bases]
     first = min(node.lineno for node in classes if ast.unparse(node.bases[0]) == "nn.Module")
     assert first < 162 or name not in SCRIPTS  # 150 are aimed at
@@ -59,7 +59,7 @@ def test_a_script_is_read_in_one_sitting_and_what_it_shares_is_what_the_program_
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_the_diff_is_short_and_every_hunk_has_a_tag_that_is_explained(name):
     # 150, 300 and 200 are aimed at.
-    kind, most = ("fast", 308) if name in TWINS else ("seeds", 441) if name in SEEDS else ("ranks", 255)
+    kind, most = ("fast", 309) if name in TWINS else ("seeds", 436) if name in SEEDS else ("ranks", 247)
     files = [ROOT / "leanrl" / f"{file}.py" for file in (SIBLINGS[name], name)]
     diff = subprocess.run(["diff", *files], capture_output=True, text=True).stdout
     assert 0 < len(re.findall("(?m)^[<>]", diff)) <= most
