@@ -433,7 +433,7 @@ def load_states(state: dict, checkpoint: dict) -> None:
 
 
 def take_up(args: Args, checkpoint: dict, progress: dict) -> None:
-    """Go on from a checkpoint: what was done after it gives way, and so does a best agent of later."""
+    """Make a checkpoint the newest of its run, and forget a best agent that is later or of another task."""
     os.utime(checkpoint["file"])  # the newest from here on
     best = checkpoint["file"].with_name("best.pt")
     if read(best).get("progress", progress)["global_step"] > progress["global_step"]:
@@ -502,7 +502,7 @@ if __name__ == "__main__":
         torch.cuda.set_device(device)
     store = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(days=7), **store)  # rank 0 may evaluate for long
+    dist.init_process_group(backend, timeout=timedelta(days=1), **store)  # rank 0 may evaluate for long
     if args.cuda and device.type == "cpu" and rank == 0:
         print("CUDA is not available: running on the CPU", file=sys.stderr)
     if args.torch_deterministic:

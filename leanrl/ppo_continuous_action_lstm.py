@@ -308,7 +308,6 @@ def recurrence(
             x, closed, places = with_resets(x, keep, by_hidden.shape[1])
             by_input = torch.cat([by_input, closed], dim=1)
         weights = [by_input, by_hidden, bias, torch.zeros_like(bias)]
-        torch.backends.cudnn.rnn.fp32_precision = "ieee"  # by default TF32
         # As nn.LSTM calls it: with biases, one layer, no dropout, training, one direction, steps come first.
         hiddens, _, cell = torch.lstm(x, state, weights, True, 1, 0.0, True, False, False)
         hiddens = hiddens[places]
@@ -409,7 +408,7 @@ def load_states(state: dict, checkpoint: dict) -> None:
 
 
 def take_up(args: Args, checkpoint: dict, progress: dict) -> None:
-    """Go on from a checkpoint: what was done after it gives way, and so does a best agent of later."""
+    """Make a checkpoint the newest of its run, and forget a best agent that is later or of another task."""
     os.utime(checkpoint["file"])  # the newest from here on
     best = checkpoint["file"].with_name("best.pt")
     if read(best).get("progress", progress)["global_step"] > progress["global_step"]:
@@ -566,6 +565,8 @@ if __name__ == "__main__":
     torch.set_autocast_dtype(device.type, torch.bfloat16)
     torch.set_autocast_enabled(device.type, args.precision == "bfloat16")
     torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
+    # As PyTorch's products, and the twin's LSTM; cuDNN's default is TF32.
+    torch.backends.cudnn.rnn.fp32_precision = "tf32" if args.precision == "tf32" else "ieee"
     torch.manual_seed(args.seed)
 
     progress = {"global_step": 0, "updates": 0, "returns": [], "successes": []}

@@ -566,7 +566,7 @@ def load_states(state: dict, checkpoint: dict) -> None:
 
 
 def take_up(args: Args, checkpoint: dict, progress: dict) -> None:
-    """Go on from a checkpoint: what was done after it gives way, and so does a best agent of later."""
+    """Make a checkpoint the newest of its run, and forget a best agent that is later or of another task."""
     os.utime(checkpoint["file"])  # the newest from here on
     best = checkpoint["file"].with_name("best.pt")
     if read(best).get("progress", progress)["global_step"] > progress["global_step"]:
@@ -723,6 +723,8 @@ if __name__ == "__main__":
     torch.set_autocast_dtype(device.type, torch.bfloat16)
     torch.set_autocast_enabled(device.type, args.precision == "bfloat16")
     torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
+    # As PyTorch's products, and the twin's LSTM; cuDNN's default is TF32.
+    torch.backends.cudnn.rnn.fp32_precision = "tf32" if args.precision == "tf32" else "ieee"
     torch.manual_seed(args.seed)
 
     progress = {"global_step": 0, "updates": 0, "returns": [], "successes": []}

@@ -259,7 +259,7 @@ def load_states(state: dict, checkpoint: dict) -> None:
 
 
 def take_up(args: Args, checkpoint: dict, progress: dict) -> None:
-    """Go on from a checkpoint: what was done after it gives way, and so does a best agent of later."""
+    """Make a checkpoint the newest of its run, and forget a best agent that is later or of another task."""
     os.utime(checkpoint["file"])  # the newest from here on
     best = checkpoint["file"].with_name("best.pt")
     if read(best).get("progress", progress)["global_step"] > progress["global_step"]:

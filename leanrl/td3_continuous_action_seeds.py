@@ -81,7 +81,7 @@ FIXED = ("env_id", "obs_keys", "seed", "num_envs", "buffer_size")  # --resume ma
 class Args:
     __pydantic_config__: ClassVar = {"allow_inf_nan": False}
     exp_name: str = Path(__file__).stem  # the name of this experiment
-    seed: NonNegativeInt = 1  # seed of the first agent
+    seed: NonNegativeInt = 1  # seed of the first agent; with --evaluate, of the episodes
     num_seeds: PositiveInt = 4  # the number of agents, whose seeds count up from --seed
     seeds: tuple[NonNegativeInt, ...] | None = None  # the seeds of the agents, in place of those
     cuda: bool = True  # use a CUDA device if there is one
@@ -483,7 +483,7 @@ def load_states(state: dict, checkpoint: dict) -> None:
 
 
 def take_up(args: Args, checkpoint: dict, progress: dict) -> None:
-    """Go on from a checkpoint: what was done after it gives way, and so does a best agent of later."""
+    """Make a checkpoint the newest of its run, and forget a best agent that is later or of another task."""
     os.utime(checkpoint["file"])  # the newest from here on
     best = checkpoint["file"].with_name("best.pt")
     if read(best).get("progress", progress)["global_step"] > progress["global_step"]:

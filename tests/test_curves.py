@@ -132,7 +132,7 @@ def test_variants_have_a_table_of_their_own(sweep, monkeypatch):
     with pytest.raises(SystemExit):  # without --variant
         learning.main()
     assert not list(learning.RESULTS.glob("*.jsonl"))
-    with pytest.raises(results.ResultsError, match="--variant takes runs of one mode, not "):
+    with pytest.raises(results.ResultsError, match="--variant takes runs of one mode, not both, "):
         learning.take_over([sweep], "truncation")
     [other] = (sweep / "jobs").glob("*-tf32-*")
     shutil.rmtree(other)

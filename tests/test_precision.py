@@ -48,6 +48,12 @@ def test_products_are_of_float32_by_default():
     assert products.dtypes == {torch.float32}
 
 
+@pytest.mark.parametrize(("precision", "expected"), [("tf32", "tf32"), ("float32", "ieee")])
+def test_an_lstm_on_a_gpu_is_as_precise_as_other_products(precision, expected):
+    play("ppo_lstm", *SHORT["ppo_lstm"], "--precision", precision)
+    assert torch.backends.cudnn.rnn.fp32_precision == expected
+
+
 def test_weights_are_those_of_the_last_update():
     """Autocast would keep the first ones in bfloat16 for good."""
     name, obs = "ppo_continuous_action", np.ones(17)

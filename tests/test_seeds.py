@@ -210,6 +210,7 @@ def test_an_agent_has_folder_figures_and_checkpoints_as_a_run_of_one(name, tmp_p
         evaluated = run(name, *evaluate, *2 * [tmp_path / alone["folder"]], "--num-seeds", 2)
         expected = pytest.approx(alone["summary"]["eval_returns"], rel=1e-4)
         assert evaluated["summary"]["eval_returns"] == 2 * [expected]
+        assert evaluated["summary"]["eval_success_rate"] == [None, None]
 
     loaded = run(name, "--resume", *folders)
     for key in ("updates", "updates_due", "returns"):

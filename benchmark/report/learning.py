@@ -140,7 +140,7 @@ def ablation_table(lines: list[dict]) -> str:
     compared = set(by(lines, "algorithm", "env_id", "steps"))
     whole = [line for line in whole if {*by([line], "algorithm", "env_id", "steps")} <= compared]
     lines, rows = [*whole, *lines], []
-    for (env_id, _), of_steps in by(trained(lines), "env_id", "steps").items():
+    for (env_id, asked), of_steps in by(trained(lines), "env_id", "steps").items():
         # Rows of an environment are named alike, whatever their steps.
         of_env = [line for line in trained(lines) if line["env_id"] == env_id]
         ambiguous = len(by(of_env, "variant")) < len(by(of_env, "variant", "algorithm"))
@@ -149,7 +149,8 @@ def ablation_table(lines: list[dict]) -> str:
             most = max(run["total_timesteps"] for run in runs)
             runs = [run for run in runs if is_through(run["total_timesteps"], most)]
             values = [told(run["episodic_return"]) for run in runs]
-            cells = [millions(most), str(len(runs)), reached(runs), ", ".join(values)]
+            steps = millions(most) + ("" if is_through(most, asked) else f" of {millions(asked)}")
+            cells = [steps, str(len(runs)), reached(runs), ", ".join(values)]
             rows.append([f"{env_id}: {name}", *cells])
     table = markdown(["", "steps", "seeds", "mean return [95 % interval]", "by seed"], rows)
     return f"{table}\n\n{made_with(lines)}"
@@ -331,23 +332,24 @@ def take_over(folders: list[Path], variant: str | None = None, name: str = "abla
     old, curves = (results.read(path, check) if path.exists() else [] for path, check in files.items())
     found = {identity(line): line for line in old}
     drawn = {(curve["sweep"], curve["job"]): curve for curve in curves}
+    modes = {line["mode"] for line in old if line.get("variant") == variant}
     for folder in folders:
         lines = results.read(folder / "results.jsonl", growing=True)
         new = [(line, None) for line in lines if line["status"] == "ok"]
         new += unfinished_runs(folder, {line["job"] for line in lines})
         new_curves = results.read(folder / "curves.jsonl", results.check_curve, growing=True)
         drawn |= {(curve["sweep"], curve["job"]): curve for curve in new_curves}
-        modes = sorted({line["mode"] for line, _ in new} - {*SEEDS, *LIBRARIES})
-        if variant and len(modes) > 1:
-            raise results.ResultsError(f"{folder}: --variant takes runs of one mode, not {', '.join(modes)}")
         for line, curve in new:
             line |= {"variant": variant} if variant else {}
             known = found.get(identity(line), {"total_timesteps": 0})
             taken = line["mode"] not in (*SEEDS, *LIBRARIES) if variant else line["mode"] in TAKEN
+            modes |= {line["mode"]} if taken else set()
             if taken and known["total_timesteps"] <= line["total_timesteps"]:
                 line |= {"resume": Path(line["resume"]).name} if line.get("resume") else {}
                 found[identity(line)] = line
                 drawn |= {(line["sweep"], line["job"]): curve} if curve else {}
+    if variant and len(modes) > 1:
+        raise results.ResultsError(f"--variant takes runs of one mode, not {', '.join(sorted(modes))}")
     kept = sorted(found.values(), key=natural)
     contents = (kept, [drawn[line["sweep"], line["job"]] for line in kept])
     for (path, check), content in zip(files.items(), contents, strict=True):

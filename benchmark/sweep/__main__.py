@@ -76,7 +76,7 @@ class Sweep:
         if not attempts:
             return False
         if outcome := read_outcome(attempts[-1]):
-            line, curve = self.record.lines_of(run, outcome, int(attempts[-1].name))
+            line, curve = self.record.lines_of(run, outcome, self.record.number(run, attempts[-1]))
             if line["status"] == "ok":
                 self.add(line, curve)
                 return True
@@ -137,10 +137,11 @@ class Sweep:
                 say(f"once more: {run.name}: {outcome['reason']}")
                 self.queue.appendleft(run)
             else:
-                self.add(*self.record.lines_of(run, outcome, int(attempt.folder.name)))
+                number = self.record.number(run, attempt.folder)
+                self.add(*self.record.lines_of(run, outcome, number))
 
     def run(self) -> None:
-        """Do all that is missing. Where Slurm refuses runs while others go on, it is asked again."""
+        """Do all that is missing. Where Slurm refuses runs after it has taken some, it is asked again."""
         ask = time.monotonic()
         while self.queue or self.running:
             running, waiting = list(self.running.values()), len(self.queue) * (time.monotonic() >= ask)
@@ -149,11 +150,11 @@ class Sweep:
                 try:
                     self.submit(runs, places)
                 except submitit.core.utils.FailedJobError as error:
-                    if not running:
+                    if not any(self.attempts.values()):
                         raise
                     self.queue.extendleft(reversed(runs))
                     ask = time.monotonic() + REFUSED_SECONDS
-                    say(f"Slurm refused {len(runs)} runs for now: {refusal(error)}")
+                    say(f"Slurm does not take {', '.join(run.name for run in runs)} now: {refusal(error)}")
             self.show()
             time.sleep(self.executor.pause)
             self.collect()

@@ -119,10 +119,11 @@ class ThisMachine:
         if not (note := folder / "slurm_job").exists() or (folder / "outcome.json").exists():
             return None
         job, states = note.read_text(), slurm_states()
-        if states is not None and state_in(states, job) in SLURM_ENDED:
+        if states is None:
+            refuse(f"--cluster local: squeue does not say whether job {job} has ended; if so, remove {note}")
+        if state_in(states, job) in SLURM_ENDED:
             return None
-        ask = f"go on with --cluster slurm, or end it and remove {note}"
-        refuse(f"--cluster local: Slurm's job {job} may be at work in this folder: {ask}")
+        refuse(f"--cluster local: Slurm's job {job} is at work in {folder}: --cluster slurm takes it up")
 
     def ended(self, attempt: Attempt) -> bool:
         """Whether a run has left this machine."""
@@ -181,11 +182,17 @@ class Slurm:
     @contextmanager
     def submission(self) -> Iterator[None]:
         """Hold signals back: jobs that Slurm has taken and nobody has noted would go on for ever."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        received, numbers = [], {signal.SIGINT, signal.SIGTERM}
+        before = {number: signal.signal(number, lambda *told: received.append(told)) for number in numbers}
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # of this thread, and of sbatch
         try:
             yield
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if received:
+            raise KeyboardInterrupt
 
     def free(self, running: list[Attempt], waiting: int) -> list[int]:
         """A place for each run that waits; beside runs at work, for as many as they leave workers."""

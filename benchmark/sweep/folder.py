@@ -153,14 +153,14 @@ class Record:
         folders = (self.folder / "jobs" / run.name).glob("*")
         return sorted((path for path in folders if path.name.isdecimal()), key=lambda path: int(path.name))
 
-    def new_attempt(self, run: Run) -> Path:
-        """A new folder for a run, with what the newest attempt that had a checkpoint has left.
+    def number(self, run: Run, folder: Path) -> int:
+        """Which attempt at a run this folder is of, without those that Slurm did not take."""
+        until = [path for path in self.attempts(run) if int(path.name) <= int(folder.name)]
+        return sum((path / "process.txt").exists() or (path / "slurm_job").exists() for path in until)
 
-        An attempt that Slurm did not take leaves its folder to the next.
-        """
+    def new_attempt(self, run: Run) -> Path:
+        """A new folder for a run, with what the newest attempt that had a checkpoint has left."""
         earlier = self.attempts(run)
-        if earlier and not {"process.txt", "slurm_job"} & {path.name for path in earlier[-1].iterdir()}:
-            return earlier[-1]
         folder = self.folder / "jobs" / run.name / str(int(earlier[-1].name) + 1 if earlier else 1)
         folder.mkdir(parents=True)
         saved = [path / "runs" for path in earlier if checkpoints(path / "runs")]

@@ -166,8 +166,8 @@ class Run:
 
 
 def further_options(args: Args) -> dict[str, str]:
-    """The arguments of --options, named as the scripts name them."""
-    return {name.replace("_", "-"): value for name, value in args.options.items()}
+    """The arguments of --options, named as the scripts name them, in one order."""
+    return {name.replace("_", "-"): args.options[name] for name in sorted(args.options)}
 
 
 def check_args(args: Args) -> None:
