@@ -214,8 +214,15 @@ def test_places_have_cores_of_their_own_and_take_shares_of_gpus_in_turn(tmp_path
 
 def test_ranks_end_with_a_process_around_them_that_is_killed(tmp_path):
     """torchrun ends its ranks, which are in sessions of their own, when it is asked to end."""
-    torchrun = "trap 'touch asked; exit' TERM; touch began; while :; do sleep 0.05; done"
-    write_job(tmp_path, Job(["bash", "-c", torchrun], str(tmp_path / "cache"), 60.0, ranks=2))
+    (program := tmp_path / "torchrun.py").write_text("""
+import signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, lambda *_: (Path("asked").touch(), sys.exit()))
+Path("began").touch()
+time.sleep(60)
+""")
+    job = Job([sys.executable, str(program)], str(tmp_path / "cache"), 60.0, ranks=2)
+    write_job(tmp_path, job)
     command = [sys.executable, "-m", "benchmark.sweep.process", str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT)
     assert wait_until((tmp_path / "began").exists)
