@@ -466,7 +466,7 @@ def test_a_folder_of_another_profile_or_version_and_more_workers_than_gpus_are_r
     assert told.endswith(f"{begun}--profile quick, not speed")
     # Tables would not tell them apart.
     [told] = refused(capsys, tmp_path, "--options", "num-envs", "64", "double", "")
-    assert told.endswith(f"{begun}--options none, not num-envs 64 double")
+    assert told.endswith(f"{begun}--options none, not double num-envs 64")
     [told] = refused(capsys, tmp_path, "--ranks", "3")
     assert told.endswith(f"{begun}--ranks 2, not 3")
     [told] = refused(capsys, tmp_path, "--workers", "2", gpus=("0",))
