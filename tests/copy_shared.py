@@ -32,6 +32,9 @@ PASSAGES = {
     "    best = progress": '    summary |= {"eval_returns":',
     '    summary |= {"updates":': "        sys.exit(128",
 }
+# What a script has of the section Backends.
+BACKENDS = ("def make(", "def film(", "class Envs(", "class Pool(", "class SameStep(")
+
 # What Adam has in addition where several processes share a gradient.
 AFTER_GRADIENT = "(grad,) = torch.autograd.grad(loss, self.params[0])\n        with torch.no_grad():\n"
 OVER_RANKS = """            dist.all_reduce(grad)  # [ranks: one gradient]
@@ -82,9 +85,10 @@ def shared(name: str, text: str) -> str:
         run = run.replace(definition(run, "def parse_args("), definition(text, "def parse_args("))
     text = text.replace(section(text, "Run"), run)
     if "\n# ---- Backends" in text:
-        for title in ("def make(", "def film(", "class Envs(", "class Pool(", "class SameStep("):
-            if f"\n{title}" in text:
-                text = text.replace(definition(text, title), definition(source, title))
+        own = {"class Workers("} if name.endswith("_seeds") else set()
+        for title in {*re.findall(r"(?m)^(?:class|def) \w+[(:]", section(text, "Backends"))} - own:
+            assert title in BACKENDS, f"{name}.py: {title} is not shared"
+            text = text.replace(definition(text, title), definition(source, title))
     if "\nclass LSTM(" in text:
         text = text.replace(definition(text, "class LSTM("), definition(lstm, "class LSTM("))
         if name.endswith("_torchcompile"):
