@@ -206,10 +206,12 @@ def test_an_agent_has_folder_figures_and_checkpoints_as_a_run_of_one(name, tmp_p
         evaluated = run(script, *evaluate, folders[agent])
         expected = pytest.approx(summary["eval_returns"][agent], rel=1e-4)
         assert evaluated["summary"]["eval_returns"] == expected
-        # Also twice, for the episodes are those of --seed.
+        # Also twice, in the episodes of --seed.
+        evaluate = (*evaluate[:4], "--seed", 77, "--evaluate")
+        expected = run(script, *evaluate, tmp_path / alone["folder"])["summary"]["eval_returns"]
+        assert expected != pytest.approx(alone["summary"]["eval_returns"], rel=1e-4)
         evaluated = run(name, *evaluate, *2 * [tmp_path / alone["folder"]], "--num-seeds", 2)
-        expected = pytest.approx(alone["summary"]["eval_returns"], rel=1e-4)
-        assert evaluated["summary"]["eval_returns"] == 2 * [expected]
+        assert evaluated["summary"]["eval_returns"] == 2 * [pytest.approx(expected, rel=1e-4)]
         assert evaluated["summary"]["eval_success_rate"] == [None, None]
 
     loaded = run(name, "--resume", *folders)

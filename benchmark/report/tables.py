@@ -207,8 +207,8 @@ def check_rows(lines: list[dict]) -> list[list[str]]:
             done = [line for line in runs if line["status"] == "ok"]
             returns = of_agents(done, "episodic_return")
             shown = [f"{value:.1f}" for value in returns]
-            trained = sum(len(line.get("seeds", [0])) for line in done)  # with those that were lost
-            missing = trained - len(returns) + len(runs) - len(done)
+            begun = sum(len(line.get("seeds", [0])) for line in done)  # agents, with those that were lost
+            missing = begun - len(returns) + len(runs) - len(done)
             shown += [f"{missing} failed"] if missing else []
             within = not missing and all(check.least <= value <= check.most for value in returns)
             title = f"{name}, {check.env_id}: {name_of(mode, done or runs)}"
