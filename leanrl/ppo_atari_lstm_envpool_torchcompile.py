@@ -798,17 +798,18 @@ if __name__ == "__main__":
     steps["valid"][-1], valid = 1, np.ones(args.num_envs, dtype=bool)
     steps["keep"][-1] = envs.keep
 
+    last = bool(args.evaluate) or global_step + batch_size > args.total_timesteps
     if args.track:
         import wandb
 
         run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
         run |= {"id": folder.name[-64:], "name": folder.name, "resume": "allow", "save_code": True}
         wandb.init(**run, sync_tensorboard=True)
-    writer = SummaryWriter(str(folder), purge_step=global_step + 1 if args.resume else None)  # later ones go
+    purge_step = global_step + 1 if args.resume and not last else None  # what is done again goes
+    writer = SummaryWriter(str(folder), purge_step=purge_step)
     table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
     writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
 
-    last = bool(args.evaluate) or global_step + batch_size > args.total_timesteps
     if args.resume and not last:
         take_up(args, checkpoint, progress)
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)

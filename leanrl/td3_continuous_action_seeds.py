@@ -851,14 +851,14 @@ if __name__ == "__main__":
     action_space = gym.spaces.Tuple(spaces, seed=seeds)
     obs = envs.reset(seed=env_seeds)[0].astype(np.float32)
 
-    writers = []
+    last = bool(args.evaluate) or global_step >= args.total_timesteps
+    writers = []  # [seeds: own runs]
+    purge_step = global_step + 1 if args.resume and not last else None  # what is done again goes
     for of_agent, folder in zip(agent_args, folders, strict=True):  # [seeds: own runs]
-        purge_step = global_step + 1 if args.resume else None  # later ones go
         writers.append(SummaryWriter(str(folder), purge_step=purge_step))
         table = "\n".join(f"{name}|{value}" for name, value in asdict(of_agent).items())
         writers[-1].add_text("hyperparameters", f"param|value\n-|-\n{table}")
 
-    last = bool(args.evaluate) or global_step >= args.total_timesteps
     if args.resume and not last:
         for of_agent, checkpoint in zip(progress, checkpoints, strict=True):  # [seeds: own runs]
             take_up(args, checkpoint, of_agent)

@@ -134,12 +134,12 @@ def test_a_run_goes_on_from_what_was_saved(name, tmp_path):
         assert epsilons == pytest.approx(1 - (1 - least) * steps / 500)
     whole_curves(path.parent, on)
 
-    # A run without a step left has what was saved, and its curves end there.
+    # A run without a step left has what was saved, and takes nothing from what was done since.
     after = go_on(name, begin, path)
     assert after["folder"] == path.parent
     assert before["updates"] > 0
     assert_close(lasting(after), lasting(before), rtol=0, atol=0)
-    whole_curves(path.parent, before)
+    whole_curves(path.parent, on)
 
 
 @pytest.mark.parametrize("name", ["sac_continuous_action", "sac_continuous_action_torchcompile"])
