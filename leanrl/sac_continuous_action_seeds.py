@@ -15,13 +15,14 @@ Run:   python sac_continuous_action_seeds.py --seeds 1 2 3 4 --env-id HalfCheeta
 Twin:  sac_continuous_action_torchcompile.py, one agent: each here begins as it does, and draws other numbers.
 Tags, at each place that differs; docs/tricks.md has a chapter on each:
 - [fast: one graph] the policy and each half of a gradient step: each is compiled without a break;
+- [fast: direct calls] compiled code is called without the guards of `torch.compile`, as a graph is;
 - [fast: flat] the parameters of a network are one tensor, and Adam a few operations on it in that graph;
 - [fast: both critics at once] one batched product in place of two;
 - [fast: numbers as tensors] a graph would freeze a number that changes;
 - [fast: losses in place] tensors to write to: what a captured function returns is cloned at each call;
 - [fast: graph capture] a CUDA graph launches a whole gradient step at once;
 - [fast: warm-up] all is compiled and captured before the first step, on the state, which is then put back;
-- [fast: overlapped copy] a GPU copies actions to the host while gradient steps are launched.
+- [fast: overlapped copy] a GPU copies actions to the host while gradient steps are launched;
 - [seeds: own seeds] an agent begins with its seed, as a run of its own would;
 - [seeds: agents in front] tensors of all agents have an axis in front; shapes are told of one agent;
 - [seeds: own random numbers] what an agent draws does not depend on the others;

@@ -1,10 +1,10 @@
 """Run the scripts of leanrl/ side by side and measure them: ./run.sh calls this.
 
     ./run.sh                                        the profile `quick`: every script, eager against compiled
-    ./run.sh --profile speed                        all modes, three seeds
+    ./run.sh --profile speed                        five modes, three seeds
     ./run.sh --profile learning --folder sweeps/learning      learning curves as published, on all cores
     ./run.sh --profile check                        short runs, whose returns have to be within bounds
-    ./run.sh --profile full --workers 4             every mode at that protocol, four runs at a time
+    ./run.sh --profile full --workers 4             the same modes, full-length runs, four at a time
     ./run.sh --profile full --cluster slurm --partition gpu --gpus-per-job 1 --cores-per-job 8
 
 A sweep is a folder. Started again it does what is missing and what failed; runs with checkpoints go on from

@@ -67,11 +67,12 @@ class Args:
     seeds: tuple[int, ...] | None = None
     """seeds, each a round of all that is compared"""
     env_ids: tuple[str, ...] | None = None
-    """environments of the continuous scripts; HalfCheetah-v4, in the profile learning more"""
+    """environments of the continuous scripts; HalfCheetah-v4 or, of FastTD3, CheetahRun-v1; in the profile
+    learning more"""
     atari_env_ids: tuple[str, ...] | None = None
-    """environments of the Atari script; Breakout-v5, in the profile learning Pong-v5, too"""
+    """environments of the Atari scripts; Breakout-v5, in the profile learning Pong-v5, too"""
     discrete_env_ids: tuple[str, ...] | None = None
-    """environments of PPO and DQN for discrete actions; CartPole-v1, in the profile learning more"""
+    """environments of PPO, PQN and DQN for discrete actions; CartPole-v1, in the profile learning more"""
     total_timesteps: int | None = None
     """agent steps of a run, each script's own number by default"""
     checkpoint_every: int | None = None
@@ -83,7 +84,8 @@ class Args:
     leanrl: Path | None = None
     """a clone of the original LeanRL, which runs with .venv-leanrl/bin/python (./run.sh peers makes it)"""
     cleanrl: Path | None = None
-    """a clone of CleanRL, for the scripts that its package does not have: PQN's"""
+    """a clone of CleanRL, for the scripts that its package does not have: PQN's, and PPO with an
+    LSTM for Atari"""
     folder: Path | None = None
     """the sweep's folder, by default sweeps/<profile>-<commit>, with --options and --ranks where given"""
     workers: int | None = None
