@@ -503,7 +503,7 @@ def parse_args() -> tuple[Args, dict]:
     if args.resume or args.evaluate:
         checkpoint = load_checkpoint(args)
         of_env = {"env_id", "env_kwargs", "env_backend", "obs_keys", "actor_hidden_dim"}
-        kept = of_env if args.evaluate else vars(args).keys()
+        kept = vars(args).keys() & of_env if args.evaluate else vars(args).keys()
         saved = {name: checkpoint["args"][name] for name in sorted(kept & checkpoint["args"].keys())}
         args = tyro.cli(Args, args=command_line(), default=Args(**saved))  # again, over these
     try:
@@ -705,7 +705,7 @@ if __name__ == "__main__":
     # ---- Setup ---------------------------------------------------------------------------------------------
     args, checkpoint = parse_args()
     batch_size = args.num_envs * args.num_steps
-    if args.num_envs % args.num_minibatches:
+    if not args.evaluate and args.num_envs % args.num_minibatches:
         refuse(f"--num-minibatches takes a divisor of --num-envs {args.num_envs}, got {args.num_minibatches}")
     if batch_size == args.num_minibatches:
         refuse("--num-steps has to be at least 2 where a minibatch is one environment, got 1")
@@ -724,7 +724,8 @@ if __name__ == "__main__":
     torch.set_autocast_enabled(device.type, args.precision == "bfloat16")
     torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
     # As PyTorch's products, and the twin's LSTM; cuDNN's default is TF32.
-    torch.backends.cudnn.rnn.fp32_precision = "tf32" if args.precision == "tf32" else "ieee"
+    if device.type == "cuda":  # elsewhere `torch.export` would find it at odds with that of convolutions
+        torch.backends.cudnn.rnn.fp32_precision = "tf32" if args.precision == "tf32" else "ieee"
     torch.manual_seed(args.seed)
 
     progress = {"global_step": 0, "updates": 0, "returns": [], "successes": []}

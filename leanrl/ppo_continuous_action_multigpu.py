@@ -402,7 +402,7 @@ def parse_args() -> tuple[Args, dict]:
     if args.resume or args.evaluate:
         checkpoint = load_checkpoint(args)
         of_env = {"env_id", "env_kwargs", "env_backend", "obs_keys", "actor_hidden_dim"}
-        kept = of_env if args.evaluate else vars(args).keys()
+        kept = vars(args).keys() & of_env if args.evaluate else vars(args).keys()
         saved = {name: checkpoint["args"][name] for name in sorted(kept & checkpoint["args"].keys())}
         args = tyro.cli(Args, args=command_line(), default=Args(**saved))  # again, over these
     try:
@@ -931,7 +931,7 @@ if __name__ == "__main__":
             for step, score, length, success in sorted(chain(*ended_of), key=lambda episode: episode[0]):
                 returns.append(score)
                 step = min(step, global_step)
-                successes += [] if success is None else [float(success)]
+                successes += [] if success is None else [float(np.all(success))]
                 if rank == 0:
                     writer.add_scalar("charts/episodic_return", score, step)
                     writer.add_scalar("charts/episodic_length", length, step)

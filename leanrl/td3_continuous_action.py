@@ -208,7 +208,7 @@ def parse_args() -> tuple[Args, dict]:
     if args.resume or args.evaluate:
         checkpoint = load_checkpoint(args)
         of_env = {"env_id", "env_kwargs", "env_backend", "obs_keys", "actor_hidden_dim"}
-        kept = of_env if args.evaluate else vars(args).keys()
+        kept = vars(args).keys() & of_env if args.evaluate else vars(args).keys()
         saved = {name: checkpoint["args"][name] for name in sorted(kept & checkpoint["args"].keys())}
         args = tyro.cli(Args, args=command_line(), default=Args(**saved))  # again, over these
     try:

@@ -107,7 +107,7 @@ class Args:
     obs_keys: tuple[str, ...] | None = None  # the parts of an observation that the agent sees, else all
     total_timesteps: PositiveInt = 1_000_000  # agent steps of each agent, over its environments
     num_envs: PositiveInt = 1  # the number of parallel environments of each agent
-    env_workers: bool = False  # step each environment in a process of its own
+    env_workers: bool = False  # step each environment in a process of its own (not on Windows)
     env_backend: Literal["gymnasium", "envpool"] = "gymnasium"  # what steps the environments
     env_threads: NonNegativeInt = 0  # the number of EnvPool's threads; 0: one for each core
     buffer_size: PositiveInt = 1_000_000  # transitions that the replay buffer of each agent holds
@@ -319,6 +319,9 @@ class OfAgent:  # [seeds: own runs]
         return {name: tensor.clone() for name, tensor in self.tensors.items()}  # a view would be saved whole
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        found, own = ({(name, item.shape) for name, item in items.items()} for items in (state, self.tensors))
+        if found != own:  # `copy_` would stretch a size of one
+            raise ValueError(f"{sorted({name for name, _ in found ^ own})} of other sizes, or not in both")
         for name, tensor in self.tensors.items():
             tensor.copy_(state[name])
 
@@ -410,7 +413,7 @@ def parse_args() -> tuple[Args, list[dict]]:  # [seeds: own seeds, own runs]
         if args.resume and any(one | {"seed": every[0]["seed"]} != every[0] for one in every):
             refuse("--resume takes checkpoints of runs with the same arguments but for the seed")
         of_env = {"env_id", "env_kwargs", "env_backend", "obs_keys", "actor_hidden_dim"}
-        kept = of_env if args.evaluate else vars(args).keys()
+        kept = vars(args).keys() & of_env if args.evaluate else vars(args).keys()
         saved = {name: every[0][name] for name in sorted(kept & every[0].keys())}  # [seeds: own runs]
         if any(one[name] != value for one in every for name, value in saved.items() if args.evaluate):
             refuse("--evaluate takes checkpoints of runs in the same environment")
@@ -677,8 +680,8 @@ if __name__ == "__main__":
     updates_due = progress[0]["updates_due"]
     returns, successes = ([of_agent[name] for of_agent in progress] for name in ("returns", "successes"))
 
-    films = args.capture_video and not args.evaluate  # [seeds: own runs]
-    videos = folders[0] / f"videos/from_step_{global_step}" if films else None
+    folder = folders[0]  # [seeds: own runs] of the one whose first environment is filmed
+    videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
     sequences = [np.random.SeedSequence([seed, global_step]) for seed in args.seeds]  # [seeds: own seeds]
     drawn = np.transpose([sequence.generate_state(1 + args.num_envs) for sequence in sequences]).tolist()
     seeds, env_seeds = drawn[0], np.transpose(drawn[1:]).flatten().tolist()
@@ -688,9 +691,7 @@ if __name__ == "__main__":
         env_fns = [partial(make_env, args)] * of_all.num_envs
         numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
         signals = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-        kill = atexit.register(
-            lambda **_: [worker.kill() for worker in torch.multiprocessing.active_children()]
-        )
+        kill = atexit.register(lambda **_: [one.kill() for one in torch.multiprocessing.active_children()])
         envs = Workers(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
         envs.close = kill  # without the answer to a step that a signal broke off
         signal.pthread_sigmask(signal.SIG_SETMASK, signals)

@@ -58,8 +58,12 @@ def pretended_cuda(memory: str, synchronize: Callable[[], None] = lambda: None) 
     answers["is_current_stream_capturing"] = lambda: False
     answers["get_rng_state"] = lambda *_: torch.get_rng_state()
     answers["set_rng_state"] = lambda state, *_: torch.set_rng_state(state)
-    with patch.multiple(torch.cuda, synchronize=synchronize, **answers), Renamed(memory):
-        yield
+    precision = torch.backends.cudnn.rnn.fp32_precision
+    try:
+        with patch.multiple(torch.cuda, synchronize=synchronize, **answers), Renamed(memory):
+            yield
+    finally:
+        torch.backends.cudnn.rnn.fp32_precision = precision  # which a script with an LSTM sets
 
 
 class CaptureError(RuntimeError):

@@ -221,13 +221,19 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path, refusal):
         assert refusal(TD3, play, "--resume", nothing).startswith(f"{nothing} is not a checkpoint")
     assert not trace.exists()
 
-    told = refusal(PPO, play, "--evaluate", path)
-    assert told == f"{path} of {TD3}.py has no agent"
+    # Of another script, also if that takes other arguments.
+    torch.save(good | {"args": good["args"] | {"actor_hidden_dim": 512}}, other)
+    for file in (path, other):
+        assert refusal(PPO, play, "--evaluate", file) == f"{file} of {TD3}.py has no agent"
 
     # A network or a task that was changed since: it says where they do not fit.
     torch.save(good | {"actor": {key: tensor[:1] for key, tensor in good["actor"].items()}}, other)
     told = refusal(TD3, play, "--resume", other)
     assert told.startswith(f"{other} does not fit: ") and "size mismatch for fc1" in told
+    narrow = {key: tensor[:, :1] if key == "fc1.weight" else tensor for key, tensor in good["actor"].items()}
+    torch.save(good | {"actor": narrow}, other)
+    told = refusal(f"{TD3}_seeds", play, "--evaluate", other)
+    assert told == f"{other} does not fit: ['fc1.weight'] of other sizes, or not in both"
 
 
 def test_the_newest_two_checkpoints_are_kept_and_nothing_else_is_removed(tmp_path, monkeypatch, capfd):

@@ -50,7 +50,7 @@ def test_evaluation_changes_no_number_and_the_best_agent_is_kept(name, tmp_path)
     kept = torch.load(best, weights_only=True)["progress"]
     assert evaluated["summary"]["best_eval_return"] == kept["best_eval"] == pytest.approx(max(means))
     assert kept["global_step"] == kept["last_eval"] == steps[np.argmax(means)]
-    again = train(name, "--evaluate", best, "--eval-episodes", 2, directory=tmp_path)
+    again = train(name, "--evaluate", best, "--eval-episodes", 2, "--num-envs", 1, directory=tmp_path)
     assert np.mean(again["summary"]["eval_returns"]) == pytest.approx(kept["best_eval"])
     # A run that goes on evaluates at its next hundred, not at its first log entry.
     on = train(name, *EVERY, "--resume", best.parent, "--total-timesteps", 500, directory=tmp_path)

@@ -22,7 +22,9 @@ from conftest import (
     curves,
     environment,
     play,
+    run,
     scripted_world,
+    world,
 )
 from slurm import slurm_cluster, wait_until
 
@@ -122,6 +124,12 @@ def test_ranks_stay_equal_and_do_what_one_process_with_all_environments_does(nam
         twin["update"](torch.cat(rows))
         torch.testing.assert_close(optimizer.params[0].detach(), params, rtol=0, atol=1e-6)
     assert unequal
+
+
+def test_success_may_be_an_array():
+    """Whose episodes are logged at the end of a rollout, in a text that the twin has not."""
+    summary = run(CONTINUOUS, *world(CONTINUOUS, "Parts"), *SMALL, "--total-timesteps", 80)["summary"]
+    assert 0 < summary["success_rate"] < 1
 
 
 # ---- One run -----------------------------------------------------------------------------------------------

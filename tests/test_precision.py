@@ -6,6 +6,7 @@ import conftest
 import numpy as np
 import pytest
 import torch
+from capture import pretended_cuda
 from conftest import MULTIGPU, ON_POLICY, SCRIPTS, SEEDS, SHORT, TWINS, play, rates, run
 from test_twins import train, train_compiled
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,8 +51,13 @@ def test_products_are_of_float32_by_default():
 
 @pytest.mark.parametrize(("precision", "expected"), [("tf32", "tf32"), ("float32", "ieee")])
 def test_an_lstm_on_a_gpu_is_as_precise_as_other_products(precision, expected):
+    """And without one nothing is set, at which `torch.export` would fail."""
     play("ppo_lstm", *SHORT["ppo_lstm"], "--precision", precision)
-    assert torch.backends.cudnn.rnn.fp32_precision == expected
+    assert torch.backends.cudnn.allow_tf32
+    with pretended_cuda("cpu"):
+        play("ppo_lstm", *SHORT["ppo_lstm"], "--precision", precision, cuda=True)
+        assert torch.backends.cudnn.rnn.fp32_precision == expected
+    assert torch.backends.cudnn.allow_tf32
 
 
 def test_weights_are_those_of_the_last_update():
