@@ -44,6 +44,11 @@ SEEDS = sorted(path.stem for path in LEANRL.glob("*_seeds.py"))
 MULTIGPU = sorted(path.stem for path in LEANRL.glob("*_multigpu.py"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest: at the end a worker would wait for the other."""
+    items.sort(key=lambda item: "test_twins" not in item.nodeid)
+
+
 def algorithm(name: str) -> Algorithm:
     """What the collection says of the algorithm of a script or a sibling."""
     return COLLECTION[re.sub("_(torchcompile|seeds|multigpu)$", "", name)]
@@ -74,7 +79,7 @@ ON_POLICY = those(lambda name: algorithm(name).on_policy)
 OFF_POLICY = those(lambda name: not algorithm(name).on_policy)
 DISCRETE = those(lambda name: algorithm(name).actions == "discrete")
 ATARI = those(lambda name: algorithm(name).actions == "atari")
-MEMORY = those(lambda name: "LSTM" in load(name))  # what went before is part of what they act on
+MEMORY = those(lambda name: "\nclass LSTM(" in text(name))  # what went before is part of what they act on
 NOT_ATARI = [name for name in SCRIPTS if name not in ATARI]
 Q_LEARNING = those(lambda name: "td_loss" in algorithm(name).losses)
 DQN = [name for name in OFF_POLICY if name in Q_LEARNING]
@@ -90,6 +95,10 @@ SHORT |= {name: (*EACH_STEP, *SHORT[name]) for name in DQN}
 ROLLOUTS = ("--num-envs", "2", "--num-steps", "50", "--num-minibatches", "5", "--update-epochs", "2")
 SHORT |= dict.fromkeys(ON_POLICY, (*ROLLOUTS, "--total-timesteps", "300"))
 SHORT |= {name: (*SHORT[name][:4], "--num-minibatches", "2", *SHORT[name][6:]) for name in MEMORY}
+# What scripts set for the compiler, as it is without them: what one has set is not left to the next, which
+# would compile graphs of its own where those of other runs are in the cache.
+SETTINGS = "cpp_wrapper cpp.vec_isa_ok fallback_random max_pointwise_cat_inputs split_reductions".split()
+INDUCTOR = {name: torch._inductor.config.get_config_copy()[name] for name in SETTINGS}
 # All that a test may see of the inside of a run: names in the body of a script. Whoever renames one there
 # renames it here, and in the tests that ask for it. Else tests ask for files, printed lines and the summary.
 INNER = {
@@ -124,6 +133,7 @@ def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> 
         TemporaryDirectory() as temporary,
         chdir(directory or temporary),
         patch.object(sys, "argv", argv),
+        torch._inductor.config.patch(INDUCTOR),
         patch.object(FileLock, "acquire", autospec=True, side_effect=FileLock.acquire) as acquire,
         patch.object(SummaryWriter, "add_scalar", autospec=True, side_effect=SummaryWriter.add_scalar) as add,
     ):

@@ -33,7 +33,7 @@ def train(name: str, *args, **options) -> dict:
     if name in ATARI:
         return play(name, *SHORT[name], *args, **options)
     frequent = () if name in ON_POLICY else ("--log-every", 50)
-    several = ("--seeds", 1, 2) if name in SEEDS else ()
+    several = ("--seeds", 1, 2, "--updates-per-step", 0.2) if name in SEEDS else ()
     short = SHORT[TD3 if name in SEEDS else name]
     return run(name, *world(name, "Balance"), *short, *frequent, *several, *args, **options)
 
@@ -126,7 +126,7 @@ def test_a_best_agent_that_is_gone_does_not_count_and_one_goes_only_if_steps_are
 @pytest.mark.parametrize("name", [TD3, "ppo", *SEEDS])
 def test_the_best_agent_of_an_easier_task_does_not_count(name, tmp_path):
     env_id = "CartPole-v1" if name == "ppo" else "InvertedPendulum-v4"  # rewards are 1
-    several = ("--seeds", 1, 2) if name in SEEDS else ()
+    several = ("--seeds", 1, 2, "--updates-per-step", 0.2) if name in SEEDS else ()
     short, kwargs = SHORT[TD3 if name in SEEDS else name], '{"max_episode_steps": %d}'
     options = ("--env-id", env_id, *short, *several, "--env-kwargs", kwargs % 5, "--save-model")
     run(name, *options, *EVERY, directory=tmp_path)

@@ -92,6 +92,12 @@ class House:
         left_out = shutil.ignore_patterns("results", "__pycache__")
         shutil.copytree(ROOT / "benchmark", path / "benchmark", ignore=left_out)
         (path / "torch.py").write_text(NO_GPU)
+        executors = path / "benchmark" / "sweep" / "executors.py"
+        content = executors.read_text()
+        for often, more_often in {"pause = 0.25": "pause = 0.05", "= 2.0, 90.0": "= 0.5, 90.0"}.items():
+            assert often in content
+            content = content.replace(often, more_often)
+        executors.write_text(content)
         self.leanrl.mkdir()
         (self.leanrl / "td3_continuous_action.py").write_text(STAND_IN)
 
@@ -555,7 +561,7 @@ def test_after_kill_9_runs_go_on_from_their_checkpoints(house):
 def test_runs_that_end_in_order_lose_nothing_when_their_sweep_is_stopped(house, number):
     house.tell(0, "end_in_order(); pause = 0.05")
     process = house.start("--checkpoint-every", 1000, seeds=1, start_new_session=True)
-    assert wait_until(lambda: len(house.steps()) > 25)
+    assert wait_until(lambda: len(house.steps()) > 5)
     if number == signal.SIGTERM:
         process.stderr.close()  # Ctrl+C ends both of `./run.sh 2>&1 | tee log`
     # A terminal signals the sweep and submitit's processes at once.
@@ -571,6 +577,7 @@ def test_runs_that_end_in_order_lose_nothing_when_their_sweep_is_stopped(house, 
         assert "Traceback" not in error
     assert wait_until(lambda: not house.running())
     stopped = house.steps()[-1]
+    house.tell(0, "pause = 0")
     house.sweep("--checkpoint-every", 1000, seeds=1)
     assert house.steps() == list(range(1, 252))
     assert [line["resumed"] for line in house.lines()] == [stopped]
@@ -579,8 +586,8 @@ def test_runs_that_end_in_order_lose_nothing_when_their_sweep_is_stopped(house, 
 def test_a_run_that_takes_too_long_leaves_a_checkpoint(house):
     # By SIGUSR2 Slurm tells that the time is nearly up.
     house.tell(0, "end_in_order(); os.kill(os.getpid(), signal.SIGUSR2); pause = 0.1")
-    house.sweep("--checkpoint-every", 1000, "--time-limit", 0.1, "--attempts", 1, seeds=1, status=1)
-    assert [line["reason"] for line in house.lines()] == ["took longer than 6 s"]
+    house.sweep("--checkpoint-every", 1000, "--time-limit", 0.05, "--attempts", 1, seeds=1, status=1)
+    assert [line["reason"] for line in house.lines()] == ["took longer than 3 s"]
     assert house.checkpoints() == house.steps()[-1:]
 
 
