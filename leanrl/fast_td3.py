@@ -659,7 +659,7 @@ if __name__ == "__main__":
         run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
         run |= {"id": folder.name[-64:], "name": folder.name, "resume": "allow", "save_code": True}
         wandb.init(**run, sync_tensorboard=True)
-    purge_step = global_step + 1 if args.resume and not last else None  # what is done again goes
+    purge_step = global_step + 1 if args.resume and not last else None  # entries of steps done again go
     writer = SummaryWriter(str(folder), purge_step=purge_step)
     table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
     writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")

@@ -426,7 +426,7 @@ if __name__ == "__main__":
     batch_size = args.num_envs * args.num_steps
     if not args.evaluate and args.num_envs % args.num_minibatches:
         refuse(f"--num-minibatches takes a divisor of --num-envs {args.num_envs}, got {args.num_minibatches}")
-    if batch_size == args.num_minibatches:
+    if not args.evaluate and batch_size == args.num_minibatches:
         refuse("--num-steps has to be at least 2 where a minibatch is one environment, got 1")
     if not args.evaluate and args.total_timesteps < batch_size:
         refuse(f"--total-timesteps has to hold a rollout of {batch_size}, got {args.total_timesteps}")
@@ -442,7 +442,7 @@ if __name__ == "__main__":
     torch.set_autocast_enabled(device.type, args.precision == "bfloat16")
     torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
     # As PyTorch's products, and the twin's LSTM; cuDNN's default is TF32.
-    if device.type == "cuda":  # elsewhere `torch.export` would find it at odds with that of convolutions
+    if device.type == "cuda":  # no effect elsewhere, and `torch.export` asks that convolutions have the same
         torch.backends.cudnn.rnn.fp32_precision = "tf32" if args.precision == "tf32" else "ieee"
     torch.manual_seed(args.seed)
 
@@ -606,7 +606,7 @@ if __name__ == "__main__":
         run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
         run |= {"id": folder.name[-64:], "name": folder.name, "resume": "allow", "save_code": True}
         wandb.init(**run, sync_tensorboard=True)
-    purge_step = global_step + 1 if args.resume and not last else None  # what is done again goes
+    purge_step = global_step + 1 if args.resume and not last else None  # entries of steps done again go
     writer = SummaryWriter(str(folder), purge_step=purge_step)
     table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
     writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")

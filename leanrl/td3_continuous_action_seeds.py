@@ -321,7 +321,7 @@ class OfAgent:  # [seeds: own runs]
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         found, own = ({(name, item.shape) for name, item in items.items()} for items in (state, self.tensors))
         if found != own:  # `copy_` would stretch a size of one
-            raise ValueError(f"{sorted({name for name, _ in found ^ own})} of other sizes, or not in both")
+            raise ValueError(f"of other sizes, or not in both: {sorted({name for name, _ in found ^ own})}")
         for name, tensor in self.tensors.items():
             tensor.copy_(state[name])
 
@@ -855,7 +855,7 @@ if __name__ == "__main__":
 
     last = bool(args.evaluate) or global_step >= args.total_timesteps
     writers = []  # [seeds: own runs]
-    purge_step = global_step + 1 if args.resume and not last else None  # what is done again goes
+    purge_step = global_step + 1 if args.resume and not last else None  # entries of steps done again go
     for of_agent, folder in zip(agent_args, folders, strict=True):  # [seeds: own runs]
         writers.append(SummaryWriter(str(folder), purge_step=purge_step))
         table = "\n".join(f"{name}|{value}" for name, value in asdict(of_agent).items())

@@ -45,7 +45,7 @@ MULTIGPU = sorted(path.stem for path in LEANRL.glob("*_multigpu.py"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest: at the end a worker would wait for the other."""
+    """Begin with what takes longest, else one worker would be idle at the end."""
     items.sort(key=lambda item: "test_twins" not in item.nodeid)
 
 
@@ -95,8 +95,8 @@ SHORT |= {name: (*EACH_STEP, *SHORT[name]) for name in DQN}
 ROLLOUTS = ("--num-envs", "2", "--num-steps", "50", "--num-minibatches", "5", "--update-epochs", "2")
 SHORT |= dict.fromkeys(ON_POLICY, (*ROLLOUTS, "--total-timesteps", "300"))
 SHORT |= {name: (*SHORT[name][:4], "--num-minibatches", "2", *SHORT[name][6:]) for name in MEMORY}
-# What scripts set for the compiler, as it is without them: what one has set is not left to the next, which
-# would compile graphs of its own where those of other runs are in the cache.
+# Scripts set these options of the compiler. Each run begins with the defaults: with options that another
+# script has set, it would compile again what is in the cache.
 SETTINGS = "cpp_wrapper cpp.vec_isa_ok fallback_random max_pointwise_cat_inputs split_reductions".split()
 INDUCTOR = {name: torch._inductor.config.get_config_copy()[name] for name in SETTINGS}
 # All that a test may see of the inside of a run: names in the body of a script. Whoever renames one there

@@ -25,7 +25,7 @@ class Order:
     def __init__(self, rows: Tensor, kept: dict[str, list]):
         self.rows, self.kept = rows, kept
 
-    def __getitem__(self, index: slice) -> Tensor:  # in a pattern of the compiler's
+    def __getitem__(self, index: slice) -> Tensor:  # Inductor has a pattern with a slice of one
         return self.rows[index]
 
     def chunk(self, count: int) -> Iterator[Tensor]:

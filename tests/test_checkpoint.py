@@ -231,9 +231,10 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path, refusal):
     told = refusal(TD3, play, "--resume", other)
     assert told.startswith(f"{other} does not fit: ") and "size mismatch for fc1" in told
     narrow = {key: tensor[:, :1] if key == "fc1.weight" else tensor for key, tensor in good["actor"].items()}
-    torch.save(good | {"actor": narrow}, other)
+    narrow["fc9.bias"] = torch.zeros(1)
+    torch.save(good | {"actor": narrow, "args": good["args"] | {"actor_hidden_dim": 512}}, other)
     told = refusal(f"{TD3}_seeds", play, "--evaluate", other)
-    assert told == f"{other} does not fit: ['fc1.weight'] of other sizes, or not in both"
+    assert told == f"{other} does not fit: of other sizes, or not in both: ['fc1.weight', 'fc9.bias']"
 
 
 def test_the_newest_two_checkpoints_are_kept_and_nothing_else_is_removed(tmp_path, monkeypatch, capfd):

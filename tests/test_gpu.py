@@ -62,6 +62,7 @@ def sound_graphs(monkeypatch):
     gc.collect()  # a captured graph in a cycle that dies during a later capture breaks it
     # By default it is TF32, in which eager and compiled code differ.
     monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+    monkeypatch.setattr(torch.backends.cudnn.rnn, "fp32_precision", "ieee")  # as LSTMs set and would leave it
     if "check_input_liveness" in inspect.signature(torch.cuda.graph.__init__).parameters:
         monkeypatch.setattr(torch.cuda, "graph", partial(torch.cuda.graph, check_input_liveness=True))
 

@@ -92,7 +92,7 @@ def test_one_rank_computes_what_the_twin_does(name):
     assert_same_numbers(one, twin, rtol=1e-5, atol=1e-6)
 
 
-# Compiled, which takes as long as all else, one of both; without CUDA the second flag only says so.
+# Only one is compiled, which takes as long as all else; without CUDA the second flag only says so.
 @pytest.mark.parametrize(("name", "flags"), zip(MULTIGPU, ((), ("--compile", "--cudagraphs")), strict=True))
 def test_ranks_stay_equal_and_do_what_one_process_with_all_environments_does(name, flags, tmp_path):
     """After each gradient step; from rollouts in which ranks have unequal numbers of transitions."""
@@ -124,10 +124,14 @@ def test_ranks_stay_equal_and_do_what_one_process_with_all_environments_does(nam
         twin["update"](torch.cat(rows))
         torch.testing.assert_close(optimizer.params[0].detach(), params, rtol=0, atol=1e-6)
     assert unequal
+    [folder] = tmp_path.glob("runs/*")
+    logged = curves(folder)  # once, the losses of the last step
+    for key, loss in twin["losses"].items():
+        assert [value for _, value in logged[f"losses/{key}"]] == [pytest.approx(loss.item(), 1e-3, 1e-4)]
 
 
 def test_success_may_be_an_array():
-    """Whose episodes are logged at the end of a rollout, in a text that the twin has not."""
+    """Ranks log episodes at the end of a rollout, by code of their own."""
     summary = run(CONTINUOUS, *world(CONTINUOUS, "Parts"), *SMALL, "--total-timesteps", 80)["summary"]
     assert 0 < summary["success_rate"] < 1
 

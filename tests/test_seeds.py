@@ -227,6 +227,9 @@ def test_an_agent_has_folder_figures_and_checkpoints_as_a_run_of_one(name, tmp_p
         with pytest.raises(SystemExit, match="2"):
             run(name, *longer, *args)
         assert told in capfd.readouterr().err.splitlines()[-1]
+    logs = [curves(folder) for folder in folders]
+    run(name, "--total-timesteps", 60, "--resume", *older)  # without a step left it drops no entry
+    assert [curves(folder) for folder in folders] == logs
     assert run(name, *longer, *older)["updates"] == 75
 
 
