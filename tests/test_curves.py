@@ -137,6 +137,9 @@ def test_variants_have_a_table_of_their_own(sweep, monkeypatch):
     [other] = (sweep / "jobs").glob("*-tf32-*")
     shutil.rmtree(other)
     lines = results.read(sweep / "results.jsonl")
+    results.replace(learning.RESULTS / "cpu.jsonl", lines)
+    with pytest.raises(results.ResultsError, match="--file takes one with variants only, not cpu"):
+        learning.take_over([sweep], "truncation", "cpu")
     results.replace(sweep / "results.jsonl", [run for run in lines if run["mode"] not in ("both", "eager")])
     for variant in ("truncation", "both"):
         learning.take_over([sweep], variant)
@@ -170,6 +173,9 @@ def test_plots_have_a_row_an_environment():
     runs.append(line(3, 1.0, steps=3_000_000))  # is under way, and not in the README
     curves.append(curve(runs[-1]["job"]))
     overview = learning.plot_overview(runs, curves).axes
+    of_two = plots.plot_returns(runs, curves, "step").axes
+    titles = [f"{TD3}, {task}" for task in ("HalfCheetah-v4, 1,000,000 steps", "Hopper-v4")]
+    assert [axis.get_title() for axis in of_two[:3]] == [*titles, f"{TD3}, HalfCheetah-v4, 3,000,000 steps"]
     assert [axis.get_title() for axis in overview] == [f"{TD3}, HalfCheetah-v4"]
     assert learning.plot_returns_of("sac_continuous_action", runs, curves) is None
 
@@ -180,6 +186,16 @@ def test_a_mean_is_drawn_by_steps_and_each_seed_by_time(key, lines, intervals):
     learning.draw(axis, [curve("0", 1000), curve("1", 980), curve("2", 500)], key)
     assert (len(axis.lines), len(axis.collections)) == (lines, intervals)
     assert sorted(axis.get_legend_handles_labels()[1]) == ["LeanRL, 2 seeds", "LeanRL, under way"]
+
+
+def test_of_episodes_that_end_at_one_step_the_mean_is_drawn():
+    of_many = curve("0") | {"step": [1, 500_000, 500_000, 1_000_000], "seconds": [1.0, 2.0, 2.0, 3.0]}
+    of_many["episodic_return"] = [0.0, 10.0, 30.0, 40.0]
+    _, (axis,) = plots.panels(1, "")
+    learning.draw(axis, [of_many], "step")
+    assert axis.lines[0].get_ydata().tolist() == [0, 20, 40]
+    grid, values = plots.on_one_grid([of_many], "step", "episodic_return")
+    assert values[0, np.searchsorted(grid, 5e5)] == pytest.approx(20, abs=1)
 
 
 def test_figures_of_cleanrl_are_told_apart():
@@ -290,6 +306,10 @@ def test_the_plot_of_sizes_shows_from_where_another_resource_binds():
     assert [axis.get_xlabel() for axis in figure.axes[:3]] == ["environments", "batch", "width"]
     # A row costs 78, 21, 9.8 and 9.4 us: from 1024 on a batch costs what its rows cost.
     assert of_batches.lines[0].get_ydata().round(1).tolist() == [78.1, 20.6, 9.8, 9.4]
-    filled = [[line.get_xdata() for line in axis.lines if line.get_markersize() == 9] for axis in figure.axes]
+    filled = [[line.get_xdata() for line in axis.lines if line.get_zorder() == 3] for axis in figure.axes]
     assert filled == [[], [[1024]], [[1024]], []]
     assert [len(axis.lines) for axis in (of_envs, of_batches, of_widths)] == [1, 3, 2]
+    # Of a study under way: what there is, with all of it in the legend.
+    figure = scaling.plot([*widths, *(other | {"script": "dqn"} for other in batches)], [])
+    assert [axis.axison for axis in figure.axes] == [False, True, True, False]
+    assert [text.get_text() for text in figure.axes[-1].get_legend().get_texts()] == ["dqn", TD3]

@@ -24,7 +24,7 @@ from benchmark.machine import script_in
 from benchmark.modes import LIBRARIES, SEEDS
 from benchmark.report import results
 from benchmark.report.curve import in_groups, logged
-from benchmark.report.plots import draw_evaluations, on_one_grid, panels
+from benchmark.report.plots import at_each_step, draw_evaluations, on_one_grid, panels
 from benchmark.report.tables import by, markdown, packages_and_commits
 from benchmark.terminal import refuse
 
@@ -214,7 +214,8 @@ def draw(axis, curves: list[dict], key: str) -> None:
         if curve in through:
             style = {"color": COLOUR, "linewidth": 1.5 if len(through) == 1 else 0.9} if each else THIN
         label = labels.pop(curve in through, None)
-        axis.plot(np.array(curve[key]) / scale, curve["episodic_return"], label=label, **style)
+        x, y = (at_each_step(curve, "step", value)[1] for value in (key, "episodic_return"))
+        axis.plot(x / scale, y, label=label, **style)
     if not each and (found := on_one_grid(through, "step", "episodic_return")):
         grid, values = found
         axis.plot(grid / scale, values.mean(axis=0), color=COLOUR, linewidth=2, label=seeds)
@@ -244,7 +245,7 @@ def finish(axis, title: str, key: str) -> None:
     axis.set_title(title, fontsize=11)
     axis.set_xlabel({"step": "million agent steps", "seconds": "minutes, start-up included"}[key])
     axis.set_ylabel("return of training episodes")
-    axis.legend(framealpha=0.8, edgecolor="none", fontsize=9, loc="best")
+    axis.legend(framealpha=0.4, edgecolor="none", fontsize=9, loc="best")
 
 
 def plot_returns_of(algorithm: str, lines: list[dict], curves: list[dict]):
@@ -324,12 +325,14 @@ def take_over(folders: list[Path], variant: str | None = None, name: str = "abla
     Of a seed that has been run for as many steps more than once it is the run that is further. Only runs of
     the compiled twin are taken, as a variant any of one agent: those of several agents have no curves. Runs
     of a variant go into the file `name`, others into learning.jsonl. Raises ResultsError where one is wrong,
-    and where those of a variant are of several modes, which its row would mix.
+    where those of a variant are of several modes, which its row would mix, and where the file has others.
     """
     name = name if variant else "learning"
     files = {RESULTS / f"{name}.jsonl": results.check_run}
     files[RESULTS / f"{name}.curves.jsonl"] = results.check_curve
     old, curves = (results.read(path, check) if path.exists() else [] for path, check in files.items())
+    if variant and any("variant" not in line for line in old):
+        raise results.ResultsError(f"--file takes one with variants only, not {name}")
     found = {identity(line): line for line in old}
     drawn = {(curve["sweep"], curve["job"]): curve for curve in curves}
     modes = {line["mode"] for line in old if line.get("variant") == variant}

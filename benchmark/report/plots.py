@@ -2,6 +2,7 @@
 
 import statistics
 import textwrap
+from collections.abc import Collection
 
 import numpy as np
 
@@ -47,13 +48,20 @@ def below(lines: list[dict]) -> str:
     return f"{processor(lines[0])}; {gpu or 'no GPU'}; torch {torch}"
 
 
+def title_of(task: tuple[str, str, int], tasks: Collection[tuple[str, str, int]]) -> str:
+    """The title of a panel: algorithm and environment, and the steps if another panel has both."""
+    *names, steps = task
+    alike = [other for other in tasks if other[:2] == task[:2]]
+    return ", ".join([*names, f"{steps:,} steps"] if len(alike) > 1 else names)
+
+
 def plot_speed(lines: list[dict]):
     """Bars of steps per second by mode, with the range over runs; a panel an algorithm and environment."""
     groups = by(timed(lines), "algorithm", "env_id", "steps")
     if not groups:
         return None
     figure, axes = panels(len(groups), "Agent steps per second: median, range, ratio to eager")
-    for axis, ((algorithm, env_id, _), group) in zip(axes, groups.items(), strict=False):
+    for axis, (task, group) in zip(axes, groups.items(), strict=False):
         runs_of = {mode: runs for (mode,), runs in by(group, "mode").items()}
         modes = {mode: [line["sps"] for line in runs] for mode, runs in runs_of.items()}
         names = in_order(modes)[::-1]
@@ -68,7 +76,7 @@ def plot_speed(lines: list[dict]):
             ratio = f"  ({median / base:.2f}x)" if base else ""
             axis.text(max(modes[mode]), row, f"  {median:,.0f}{ratio}", va="center", fontsize=9)
         axis.set_xlim(0, max(map(max, modes.values())) * 1.4)
-        axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
+        axis.set_title(title_of(task, groups), fontsize=10)
     figure.supxlabel(below(lines), fontsize=8, color="#555555")
     return figure
 
@@ -82,7 +90,13 @@ def on_one_grid(curves: list[dict], step: str, value: str) -> tuple[np.ndarray, 
     if low >= high:
         return None
     grid = np.linspace(low, high, 100)
-    return grid, np.stack([np.interp(grid, curve[step], curve[value]) for curve in curves])
+    return grid, np.stack([np.interp(grid, *at_each_step(curve, step, value)) for curve in curves])
+
+
+def at_each_step(curve: dict, step: str, value: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a curve; of episodes that ended at one step, as in many environments, the mean."""
+    steps, places = np.unique(curve[step], return_inverse=True)
+    return steps, np.bincount(places, curve[value]) / np.bincount(places)
 
 
 def draw_evaluations(axis, curves: list[dict], colour: str, text: str, scale: float = 1.0) -> None:
@@ -104,7 +118,7 @@ def plot_returns(lines: list[dict], curves: list[dict], key: str):
     axis_name = {"step": "agent steps", "seconds": "seconds, start-up included"}[key]
     title = f"Return of training episodes against {axis_name}: mean and range over seeds"
     figure, axes = panels(len(groups), title)
-    for axis, ((algorithm, env_id, _), group) in zip(axes, groups.items(), strict=False):
+    for axis, (task, group) in zip(axes, groups.items(), strict=False):
         modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
         for mode in in_order(modes):
             runs = [curve_of[line["sweep"], line["job"]] for line in modes[mode]]
@@ -119,7 +133,7 @@ def plot_returns(lines: list[dict], curves: list[dict], key: str):
             axis.fill_between(x, low, high, color=COLOURS[mode], alpha=0.2, linewidth=0)
             if key == "step":
                 draw_evaluations(axis, runs, COLOURS[mode], f"{label(mode, modes[mode])}, evaluation")
-        axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
+        axis.set_title(title_of(task, groups), fontsize=10)
         axis.set_xlabel(axis_name)
         axis.set_ylabel("return")
         if axis.lines:
@@ -138,7 +152,7 @@ def plot_gpu(lines: list[dict], curves: list[dict]):
         return None
     title = "GPU utilisation in a run, and the median of GPU-busy seconds per million steps"
     figure, axes = panels(len(groups), title)
-    for axis, ((algorithm, env_id, _), group) in zip(axes, groups.items(), strict=False):
+    for axis, (task, group) in zip(axes, groups.items(), strict=False):
         modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
         for mode in in_order(modes):
             last = modes[mode][-1]  # the first has compiled
@@ -147,7 +161,7 @@ def plot_gpu(lines: list[dict], curves: list[dict]):
             percent = 100 * np.array(curve["gpu_utilization"])
             text = f"{label(mode, modes[mode])}{'' if busy is None else f': {busy:,.0f} s'}"
             axis.plot(curve["gpu_seconds"], percent, color=COLOURS[mode], label=text)
-        axis.set_title(f"{algorithm}, {env_id}", fontsize=10)
+        axis.set_title(title_of(task, groups), fontsize=10)
         axis.set_xlabel("seconds, start-up included")
         axis.set_ylabel("utilisation, %")
         axis.set_ylim(0, 140)  # room for the legend

@@ -78,9 +78,11 @@ def lengths(script: str) -> tuple[int, int]:
 def operations(script: str, steps: int) -> tuple[int, int]:
     """Floating-point operations of products and convolutions in a whole eager run, and the steps it made."""
     path = str(LEANRL / f"{script}.py")
-    from torch.utils.flop_counter import FlopCounterMode  # `./run.sh report` needs no PyTorch
+    import torch  # `./run.sh report` needs none
+    from torch.utils.flop_counter import FlopCounterMode
 
-    with FlopCounterMode(display=False) as counter:
+    # An LSTM of oneDNN's is one operation, of which nothing is counted.
+    with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
         with patch.object(sys, "argv", [path, *arguments(script, steps)]), patch("signal.signal"):
             run = runpy.run_path(path, run_name="__main__")
     return counter.get_total_flops(), run["global_step"]

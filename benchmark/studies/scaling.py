@@ -56,7 +56,7 @@ AXES = {"num_envs": "environments", "batch_size": "batch", "width": "width"}
 UNITS = {"num_envs": "agent step", "batch_size": "row of a batch", "width": "gradient step"}
 HUES, MARKERS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#000000", "#CC79A7", "#56B4E9"), "os^PDv"
 LOOKS = zip(itertools.cycle(HUES), itertools.cycle(MARKERS), strict=False)
-STYLES = dict(zip(COLLECTION, LOOKS, strict=False))
+STYLES = dict(zip(DEFAULTS, LOOKS, strict=False))
 
 
 class Line(results.Timing):
@@ -101,6 +101,9 @@ def plot(lines: list[dict], curves: list[dict]):
     figure, axes = plots.panels(len(AXES) + 1, heading)
     for axis, (name, title) in zip(axes, AXES.items(), strict=False):
         along = [line for line in lines if line["axis"] == name]
+        if not along:  # of a study under way
+            axis.axis("off")
+            continue
         for (script, mode), group in by(along, "script", "mode").items():
             group = sorted(group, key=lambda line: line["value"])
             colour, marker = STYLES[script]
@@ -110,15 +113,20 @@ def plot(lines: list[dict], curves: list[dict]):
                 continue
             style = {"color": colour, "marker": marker, "markersize": 7, "markerfacecolor": "white"}
             axis.plot(*points, label=script, **style)
-            if bound := binding(group):
-                axis.plot(bound["value"], unit_cost(bound), color=colour, marker=marker, markersize=9)
+            if bound := binding(group):  # of several at one place each is seen around the next
+                size = 15 - 2 * [*STYLES].index(script)
+                point = (bound["value"], unit_cost(bound))
+                axis.plot(*point, color=colour, marker=marker, markersize=size, zorder=3)
         axis.set(xscale="log", yscale="log", xlabel=title, ylabel=f"microseconds per {UNITS[name]}")
         values = [line["value"] for line in along]
         axis.set_xticks([4**power for power in range(7) if min(values) <= 4**power <= max(values)])
         axis.xaxis.set_major_formatter("{x:.0f}")
         axis.minorticks_off()
     axes[len(AXES)].axis("off")
-    axes[len(AXES)].legend(*axes[0].get_legend_handles_labels(), loc="center", frameon=False)
+    labelled = {
+        text: line for axis in axes for line, text in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    axes[len(AXES)].legend(labelled.values(), labelled.keys(), loc="center", frameon=False)
     figure.supxlabel(plots.below(lines), fontsize=8, color="#555555")
     return figure
 

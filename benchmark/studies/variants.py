@@ -105,22 +105,28 @@ def critics() -> list[dict]:
 
 
 def sampling() -> list[dict]:
-    sizes = [OBS, ACTIONS, 1, 1, OBS]
+    sizes, calls = [OBS, ACTIONS, 1, 1, OBS], 200
     rows = torch.randn(1_000_000, sum(sizes), device=DEVICE)
     columns = [torch.randn(1_000_000, size, device=DEVICE) for size in sizes]
     once = torch.randn(1_000_001, OBS + ACTIONS + 2, device=DEVICE)
     next_row = torch.arange(1, 1_000_001, device=DEVICE)
-    indices = torch.randint(1_000_000, (BATCH,), device=DEVICE)
+
+    def anew(fetch: Callable[[Tensor], object]) -> Callable[[], object]:
+        """Fetch other rows at each call: those of the last are in the caches."""
+        drawn = torch.randint(1_000_000, ((ROUNDS + 1) * calls, BATCH), device=DEVICE)
+        batches = iter(drawn.unbind())
+        return lambda: fetch(next(batches))
+
+    def from_next_row(indices: Tensor) -> tuple[Tensor, Tensor]:
+        return once.index_select(0, indices), once.index_select(0, next_row.index_select(0, indices))
+
     return compare(
         "a batch out of a million transitions",
-        200,
-        one_index_select=lambda: rows.index_select(0, indices),
-        one_indexing=lambda: rows[indices],
-        observations_stored_once=lambda: (
-            once.index_select(0, indices),
-            once.index_select(0, next_row.index_select(0, indices)),
-        ),
-        a_tensor_a_field=lambda: [column[indices] for column in columns],
+        calls,
+        one_index_select=anew(lambda indices: rows.index_select(0, indices)),
+        one_indexing=anew(lambda indices: rows[indices]),
+        observations_stored_once=anew(from_next_row),
+        a_tensor_a_field=anew(lambda indices: [column[indices] for column in columns]),
     )
 
 
@@ -210,6 +216,7 @@ def advantages() -> list[dict]:
 
 
 def acting(num_envs: int) -> list[dict]:
+    torch._dynamo.reset()  # else it would compile the second size for all
     obs = torch.randn(num_envs, OBS)
     actor = nn.Sequential(nn.Linear(OBS, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, ACTIONS))
     layers = [[parameter.detach().numpy() for parameter in layer.parameters()] for layer in actor]
@@ -231,6 +238,7 @@ def acting(num_envs: int) -> list[dict]:
 
 
 def exploring(num_envs: int) -> list[dict]:
+    torch._dynamo.reset()  # else it would compile the second size for all
     obs, epsilon = torch.randn(num_envs, 4), torch.tensor(0.1)
     network = nn.Sequential(nn.Linear(4, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 2))
     layers = [[parameter.detach().numpy() for parameter in layer.parameters()] for layer in network[::2]]
