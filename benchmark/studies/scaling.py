@@ -114,7 +114,7 @@ def plot(lines: list[dict], curves: list[dict]):
             style = {"color": colour, "marker": marker, "markersize": 7, "markerfacecolor": "white"}
             axis.plot(*points, label=script, **style)
             if bound := binding(group):  # of several at one place each is seen around the next
-                size = 15 - 2 * [*STYLES].index(script)
+                size = 13 - 1.5 * [*STYLES].index(script)
                 point = (bound["value"], unit_cost(bound))
                 axis.plot(*point, color=colour, marker=marker, markersize=size, zorder=3)
         axis.set(xscale="log", yscale="log", xlabel=title, ylabel=f"microseconds per {UNITS[name]}")
