@@ -16,10 +16,10 @@ Twin:  fast_td3_torchcompile.py computes the same, compiled and captured. Read t
 
 Deviations from the paper's code, the first for two cores of a CPU; docs/fast_td3.md has its sizes:
 - 64 environments (1024), batches of 512 (32,768), networks from 256 units (critics from 1024, the actor 512);
-- batches are drawn from all rows alike; of the newest rows, too, whose returns have fewer steps;
-- exploring actions are kept in [-1, 1], in the replay buffer as well;
+- float32 (bfloat16); gamma 0.99, values in [-100, 100] (by task); 79 steps before the first update (12);
+- batches are drawn from all rows alike, the newest, too; actions with noise are stored within [-1, 1];
 - observations are standardised by what the environments gave, not also by each batch that was drawn;
-- the gradient steps come before the environment step: they see the buffer up to the previous transition.
+- the gradient steps come before the environment step, and the first, third, ... are the actor's (even ones).
 """
 
 import time
@@ -203,20 +203,21 @@ class EmpiricalNormalization(nn.Module):
 
     def __init__(self, dim: int, device: torch.device):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(dim, device=device))
-        self.register_buffer("var", torch.ones(dim, device=device))
+        # In float32 the mean would stand still after some million rows, and the variance would grow.
+        self.register_buffer("mean", torch.zeros(dim, dtype=torch.float64, device=device))
+        self.register_buffer("var", torch.ones(dim, dtype=torch.float64, device=device))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=device))
 
     def update(self, rows: Tensor) -> None:
         """Take in rows, by the parallel algorithm of Chan et al. (1979)."""
-        total = self.count + len(rows)
+        rows, total = rows.double(), self.count + len(rows)
         share, delta = len(rows) / total, rows.mean(0) - self.mean
         self.var.lerp_(rows.var(0, unbiased=False), share).add_(share * (1 - share) * delta**2)
         self.mean.add_(share * delta)
         self.count.copy_(total)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return (rows - self.mean) / (self.var.sqrt() + 0.01)
+        return (rows - self.mean.float()) / (self.var.sqrt() + 0.01).float()
 
 
 def n_step_returns(outcomes: Tensor, newer: Tensor, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
