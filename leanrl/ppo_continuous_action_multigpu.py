@@ -942,7 +942,9 @@ if __name__ == "__main__":
             prepare()
             share()  # [ranks: one minibatch]
             for _ in range(args.update_epochs):
-                for indices in torch.randperm(batch_size, device=device).chunk(args.num_minibatches):
+                order = torch.randperm(batch_size, device=device)
+                dist.broadcast(order, 0)  # [ranks: one minibatch] environments may draw random numbers, too
+                for indices in order.chunk(args.num_minibatches):
                     update(indices)
                     updates += 1
                 # [ranks: one minibatch] sync, once an epoch: the mean over ranks

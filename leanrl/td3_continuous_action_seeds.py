@@ -683,8 +683,8 @@ if __name__ == "__main__":
     folder = folders[0]  # [seeds: own runs] of the one whose first environment is filmed
     videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
     sequences = [np.random.SeedSequence([seed, global_step]) for seed in args.seeds]  # [seeds: own seeds]
-    drawn = np.transpose([sequence.generate_state(1 + args.num_envs) for sequence in sequences]).tolist()
-    seeds, env_seeds = drawn[0], np.transpose(drawn[1:]).flatten().tolist()
+    drawn = [sequence.generate_state(1 + args.num_envs).tolist() for sequence in sequences]
+    seeds, env_seeds = [own[0] for own in drawn], [number for own in drawn for number in own[1:]]
     # [seeds: own runs] Those of all agents, one after the other. Workers leave signals to this process.
     of_all = replace(args, num_envs=num_agents * args.num_envs)
     if args.env_workers:

@@ -42,14 +42,23 @@ class Order:
 def main(folder: str, name: str, *args: str) -> None:
     """Run a script with these arguments, and write what it has kept."""
     kept = {name: [] for name in ("buffers", "obs", "before", "indices", "params")}
-    randperm = torch.randperm
+    randperm, broadcast, rank = torch.randperm, torch.distributed.broadcast, int(os.environ["RANK"])
+
+    def sent(tensor: Tensor | Order, *args) -> None:
+        broadcast(getattr(tensor, "rows", tensor), *args)
+
+    def shuffled(*args, **options) -> Order:
+        torch.rand(rank)  # as environments may that draw from PyTorch's generator
+        return Order(randperm(*args, **options), kept)
+
     sys.argv = [name, *args]
     with (
         patch("envpool.make", ScriptedGames),
-        patch("torch.randperm", lambda *args, **options: Order(randperm(*args, **options), kept)),
+        patch("torch.randperm", shuffled),
+        patch("torch.distributed.broadcast", sent),
     ):
         runpy.run_path(str(LEANRL / f"{name}.py"), run_name="__main__")
-    torch.save(kept, Path(folder) / f"{os.environ['RANK']}.pt")
+    torch.save(kept, Path(folder) / f"{rank}.pt")
 
 
 if __name__ == "__main__":
