@@ -220,11 +220,8 @@ class LSTM(nn.Module):
         memory: hidden and cell state before the first step, (n, 2 * hidden_dim); after the last one it is
         returned, too. keep: (T, n, 1), 0 where a step is the first of an episode, else 1.
         """
-        return recurrence(x.float(), keep, memory, *self.weights())
-
-    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of the inputs, (4 * hidden_dim, input_dim), of the hidden state, and the bias."""
-        return self.input.weight, self.recurrent.weight, self.input.bias
+        weights = self.input.weight, self.recurrent.weight, self.input.bias
+        return recurrence(x.float(), keep, memory, *weights)
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
@@ -317,11 +314,8 @@ if not hasattr(torch.ops.leanrl, "lstm"):
 def recurrence(
     x: Tensor, keep: Tensor, memory: Tensor, by_input: Tensor, by_hidden: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states, (T, n, h), and last memory, (n, 2h), by the weights of `LSTM`.
-
-    Several LSTMs of one size may go side by side: the dimension before n is theirs, of weights the first.
-    """
-    if memory.dim() == 2:
+    """Hidden states, (T, n, h), and last memory, (n, 2h), by the weights of `LSTM`."""
+    if memory.dim() == 2:  # else k LSTMs side by side: x is (T, k, n, i), memory and weights begin with k
         each = (own[None] for own in (memory, by_input, by_hidden, bias))
         hiddens, memory = recurrence(x[:, None], keep, *each)
         return hiddens[:, 0], memory[0]

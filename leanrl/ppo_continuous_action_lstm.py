@@ -172,20 +172,13 @@ class Agent(nn.Module):
         self.actor_logstd = nn.Parameter(torch.zeros(1, action_dim, device=device))
 
     def forward(self, obs: Tensor, keep: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        # Acting takes `actor_mean` and `actor_logstd` alone. The twin's LSTMs take each step side by side.
-        networks = self.actor_mean, self.critic
-        x = torch.stack([network.features(obs) for network in networks], dim=1)
-        weights = zip(*(network.lstm.weights() for network in networks), strict=True)
-        hidden, memory = recurrence(x.float(), keep, memory, *map(torch.stack, weights))
-        mean, value = self.actor_mean.output(hidden[:, 0]), self.critic.output(hidden[:, 1])
-        return mean.float(), self.actor_logstd, value.float(), memory
+        mean, actor_memory = self.actor_mean(obs, keep, memory[0])
+        value, critic_memory = self.critic(obs, keep, memory[1])
+        return mean, self.actor_logstd, value, torch.stack([actor_memory, critic_memory])
 
 
 class Recurrent(nn.Module):
-    """A network with a memory: (T, n, obs_dim) to (T, n, out_dim), and its memory after the last step.
-
-    `Agent.forward` has the same layers once more, for two networks side by side: change both.
-    """
+    """A network with a memory: (T, n, obs_dim) to (T, n, out_dim), and its memory after the last step."""
 
     def __init__(self, obs_dim: int, out_dim: int, device: torch.device, std: float):
         super().__init__()
@@ -213,11 +206,8 @@ class LSTM(nn.Module):
         memory: hidden and cell state before the first step, (n, 2 * hidden_dim); after the last one it is
         returned, too. keep: (T, n, 1), 0 where a step is the first of an episode, else 1.
         """
-        return recurrence(x.float(), keep, memory, *self.weights())
-
-    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of the inputs, (4 * hidden_dim, input_dim), of the hidden state, and the bias."""
-        return self.input.weight, self.recurrent.weight, self.input.bias
+        weights = self.input.weight, self.recurrent.weight, self.input.bias
+        return recurrence(x.float(), keep, memory, *weights)
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
@@ -292,15 +282,8 @@ def with_resets(x: Tensor, keep: Tensor, hidden_dim: int) -> tuple[Tensor, Tenso
 def recurrence(
     x: Tensor, keep: Tensor, memory: Tensor, by_input: Tensor, by_hidden: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states, (T, n, h), and last memory, (n, 2h), by the weights of `LSTM`.
-
-    Several LSTMs of one size may go side by side: the dimension before n is theirs, of weights the first.
-    """
+    """Hidden states, (T, n, h), and last memory, (n, 2h), by the weights of `LSTM`."""
     with torch.autocast(x.device.type, enabled=False):  # in float32: it takes many steps
-        if memory.dim() > 2:
-            each = zip(x.unbind(dim=1), memory, by_input, by_hidden, bias, strict=True)
-            hiddens, memories = zip(*(recurrence(own, keep, *more) for own, *more in each), strict=True)
-            return torch.stack(hiddens, dim=1), torch.stack(memories)
         state = [part[None].contiguous() for part in (memory * keep[0]).chunk(2, dim=-1)]
         if len(x) == 1:
             places = slice(None)

@@ -23,6 +23,7 @@ Tags, at each place that differs; docs/tricks.md has a chapter on each:
 - [fast: losses in place] tensors to write to: what a captured function returns is cloned at each call;
 - [fast: graph capture] a CUDA graph launches each of these at once;
 - [fast: warm-up] all is compiled and captured before the first step, on the state, which is then put back;
+- [fast: side by side] the two LSTMs, of policy and value, take each step together;
 - [fast: recurrence as one operation] the LSTM's steps, and their gradients, are one node of the graph;
 - [fast: scan by doubling] advantages take log2(T) operations in place of T.
 
@@ -189,20 +190,13 @@ class Agent(nn.Module):
         self.actor_logstd = nn.Parameter(torch.zeros(1, action_dim, device=device))
 
     def forward(self, obs: Tensor, keep: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        # Acting takes `actor_mean` and `actor_logstd` alone. The twin's LSTMs take each step side by side.
-        networks = self.actor_mean, self.critic
-        x = torch.stack([network.features(obs) for network in networks], dim=1)
-        weights = zip(*(network.lstm.weights() for network in networks), strict=True)
-        hidden, memory = recurrence(x.float(), keep, memory, *map(torch.stack, weights))
-        mean, value = self.actor_mean.output(hidden[:, 0]), self.critic.output(hidden[:, 1])
-        return mean.float(), self.actor_logstd, value.float(), memory
+        mean, actor_memory = self.actor_mean(obs, keep, memory[0])
+        value, critic_memory = self.critic(obs, keep, memory[1])
+        return mean, self.actor_logstd, value, torch.stack([actor_memory, critic_memory])
 
 
 class Recurrent(nn.Module):
-    """A network with a memory: (T, n, obs_dim) to (T, n, out_dim), and its memory after the last step.
-
-    `Agent.forward` has the same layers once more, for two networks side by side: change both.
-    """
+    """A network with a memory: (T, n, obs_dim) to (T, n, out_dim), and its memory after the last step."""
 
     def __init__(self, obs_dim: int, out_dim: int, device: torch.device, std: float):
         super().__init__()
@@ -230,11 +224,8 @@ class LSTM(nn.Module):
         memory: hidden and cell state before the first step, (n, 2 * hidden_dim); after the last one it is
         returned, too. keep: (T, n, 1), 0 where a step is the first of an episode, else 1.
         """
-        return recurrence(x.float(), keep, memory, *self.weights())
-
-    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of the inputs, (4 * hidden_dim, input_dim), of the hidden state, and the bias."""
-        return self.input.weight, self.recurrent.weight, self.input.bias
+        weights = self.input.weight, self.recurrent.weight, self.input.bias
+        return recurrence(x.float(), keep, memory, *weights)
 
 
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
@@ -354,11 +345,8 @@ if not hasattr(torch.ops.leanrl, "lstm"):
 def recurrence(
     x: Tensor, keep: Tensor, memory: Tensor, by_input: Tensor, by_hidden: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states, (T, n, h), and last memory, (n, 2h), by the weights of `LSTM`.
-
-    Several LSTMs of one size may go side by side: the dimension before n is theirs, of weights the first.
-    """
-    if memory.dim() == 2:
+    """Hidden states, (T, n, h), and last memory, (n, 2h), by the weights of `LSTM`."""
+    if memory.dim() == 2:  # else k LSTMs side by side: x is (T, k, n, i), memory and weights begin with k
         each = (own[None] for own in (memory, by_input, by_hidden, bias))
         hiddens, memory = recurrence(x[:, None], keep, *each)
         return hiddens[:, 0], memory[0]
@@ -366,6 +354,19 @@ def recurrence(
     gates = torch.einsum("tkni,kgi->tkng", x, by_input) + bias[:, None]
     hiddens, cell, *_ = torch.ops.leanrl.lstm(gates, keep, memory, by_hidden)
     return hiddens, torch.cat([hiddens[-1], cell], dim=-1)
+
+
+# [fast: side by side] Both LSTMs in one product a step: 15.8 ms for 32 steps, not 25.8.
+class SideBySide(Agent):
+    """An agent whose LSTMs take each step together, with the layers of `Recurrent`: change both."""
+
+    def forward(self, obs: Tensor, keep: Tensor, memory: Tensor) -> tuple[Tensor, ...]:
+        x = torch.stack([self.actor_mean.features(obs), self.critic.features(obs)], dim=1)
+        lstms = self.actor_mean.lstm, self.critic.lstm
+        weights = [[lstm.input.weight, lstm.recurrent.weight, lstm.input.bias] for lstm in lstms]
+        hidden, memory = recurrence(x.float(), keep, memory, *map(torch.stack, zip(*weights, strict=True)))
+        mean, value = self.actor_mean.output(hidden[:, 0]), self.critic.output(hidden[:, 1])
+        return mean.float(), self.actor_logstd, value.float(), memory
 
 
 # [fast: flat] Adam and the clipping of gradients are few operations each.
@@ -747,7 +748,7 @@ if __name__ == "__main__":
     envs = make_envs(args, env_seeds, videos)
     obs_dim, action_dim = envs.observation_space.shape[-1], envs.action_space.shape[-1]
 
-    agent = Agent(obs_dim, action_dim, device)
+    agent = SideBySide(obs_dim, action_dim, device)  # [fast: side by side]
     flat_agent = Flat(agent)  # [fast: flat]
     annealed_lr = torch.tensor(args.learning_rate, device=device)  # [fast: numbers as tensors]
     optimizer = Adam(flat_agent.params, annealed_lr, eps=1e-5, max_norm=args.max_grad_norm)

@@ -54,7 +54,7 @@ def definition(text: str, title: str) -> str:
 
 def operation(text: str) -> str:
     """The recurrence of a twin as one operation."""
-    return re.search(r"^# \[fast: recurrence.*?(?=^# \[fast: flat)", text, re.MULTILINE | re.DOTALL).group()
+    return re.search(r"(?ms)^# \[fast: recurrence.*?(?=^# \[fast: (flat|side))", text).group()
 
 
 def passage(text: str, first: str) -> str:
