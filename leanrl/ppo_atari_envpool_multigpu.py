@@ -429,7 +429,7 @@ def load_states(state: dict, checkpoint: dict) -> None:
         try:
             item.load_state_dict(checkpoint[name] | settings)
         except (RuntimeError, ValueError) as error:  # of other sizes
-            refuse(f"{checkpoint['file']} does not fit: {str(error)[:300]}")
+            refuse(f"{checkpoint['file']} of {checkpoint['script']}.py does not fit: {str(error)[:300]}")
 
 
 def take_up(args: Args, checkpoint: dict, progress: dict) -> None:
@@ -523,13 +523,6 @@ if __name__ == "__main__":
     name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
     name = gathered(name)[0]  # [ranks: one run]
     folder = checkpoint["file"].parent if args.resume else Path("runs", name)
-    if rank == 0:  # [ranks: one run]
-        folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        try:
-            lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
-        except Timeout:
-            refuse(f"--resume: a run is at work in {folder}")
-
     videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
     # [ranks: own environments]
     all_envs, own = ranks * args.num_envs, slice(rank * args.num_envs, (rank + 1) * args.num_envs)
@@ -537,6 +530,13 @@ if __name__ == "__main__":
     threads = args.env_threads or min(max(cores // local_ranks, 1), args.num_envs)
     own_args = replace(args, env_threads=threads)
     envs = make_envs(own_args, global_step, videos if rank == 0 else None, rank=rank)
+
+    if rank == 0:  # [ranks: one run]
+        folder.mkdir(parents=True, exist_ok=bool(args.resume or videos))  # a refused run leaves none
+        try:
+            lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
+        except Timeout:
+            refuse(f"--resume: a run is at work in {folder}")
 
     agent = Agent(int(envs.action_space.n), device)
     flat_agent = Flat(agent)  # [fast: flat]
@@ -825,7 +825,8 @@ if __name__ == "__main__":
     summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast: one graph]
     best = progress["best_eval"] if math.isfinite(progress["best_eval"]) else None
     summary |= {"eval_returns": eval_returns, "best_eval_return": best}
-    summary |= {"updates": updates, "episodes": len(returns), "ranks": ranks}  # [ranks: a device each]
+    summary |= {"folder": str(folder), "updates": updates, "episodes": len(returns)}
+    summary |= {"ranks": ranks}  # [ranks: a device each]
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}

@@ -315,11 +315,11 @@ def recurrence(
     x: Tensor, keep: Tensor, memory: Tensor, by_input: Tensor, by_hidden: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Hidden states, (T, n, h), and last memory, (n, 2h), by the weights of `LSTM`."""
-    if memory.dim() == 2:  # else k LSTMs side by side: x is (T, k, n, i), memory and weights begin with k
+    if memory.dim() == 2:
         each = (own[None] for own in (memory, by_input, by_hidden, bias))
         hiddens, memory = recurrence(x[:, None], keep, *each)
         return hiddens[:, 0], memory[0]
-    # [fast: recurrence as one operation]
+    # [fast: recurrence as one operation] Of k LSTMs: x is (T, k, n, i), memory and weights begin with k.
     gates = torch.einsum("tkni,kgi->tkng", x, by_input) + bias[:, None]
     hiddens, cell, *_ = torch.ops.leanrl.lstm(gates, keep, memory, by_hidden)
     return hiddens, torch.cat([hiddens[-1], cell], dim=-1)
@@ -525,7 +525,7 @@ def load_states(state: dict, checkpoint: dict) -> None:
         try:
             item.load_state_dict(checkpoint[name] | settings)
         except (RuntimeError, ValueError) as error:  # of other sizes
-            refuse(f"{checkpoint['file']} does not fit: {str(error)[:300]}")
+            refuse(f"{checkpoint['file']} of {checkpoint['script']}.py does not fit: {str(error)[:300]}")
 
 
 def take_up(args: Args, checkpoint: dict, progress: dict) -> None:
@@ -611,14 +611,14 @@ if __name__ == "__main__":
 
     name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
     folder = checkpoint["file"].parent if args.resume else Path("runs", name)
-    folder.mkdir(parents=True, exist_ok=bool(args.resume))
+    videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
+    envs = make_envs(args, global_step, videos)
+
+    folder.mkdir(parents=True, exist_ok=bool(args.resume or videos))  # a refused run leaves none
     try:
         lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
     except Timeout:
         refuse(f"--resume: a run is at work in {folder}")
-
-    videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
-    envs = make_envs(args, global_step, videos)
 
     agent = Agent(int(envs.action_space.n), device)
     flat_agent = Flat(agent)  # [fast: flat]
@@ -882,7 +882,7 @@ if __name__ == "__main__":
     summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast: one graph]
     best = progress["best_eval"] if math.isfinite(progress["best_eval"]) else None
     summary |= {"eval_returns": eval_returns, "best_eval_return": best}
-    summary |= {"updates": updates, "episodes": len(returns)}
+    summary |= {"folder": str(folder), "updates": updates, "episodes": len(returns)}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}

@@ -357,7 +357,7 @@ def load_states(state: dict, checkpoint: dict) -> None:
         try:
             item.load_state_dict(checkpoint[name] | settings)
         except (RuntimeError, ValueError) as error:  # of other sizes
-            refuse(f"{checkpoint['file']} does not fit: {str(error)[:300]}")
+            refuse(f"{checkpoint['file']} of {checkpoint['script']}.py does not fit: {str(error)[:300]}")
 
 
 def take_up(args: Args, checkpoint: dict, progress: dict) -> None:
@@ -420,8 +420,11 @@ def make(args: Args, videos: Path | None) -> gym.Env:
     except Exception as error:
         unloaded = "MUJOCO_GL" in os.environ and "mujoco" not in sys.modules  # whose import asks for it
         unloaded &= "mujoco" in str(gym.registry.get(args.env_id))
+        module, colon, _ = args.env_id.partition(":")
+        missing = getattr(error.__cause__, "name", None)  # what gym.make could not import
         ours = unloaded or args.env_kwargs or isinstance(error, ImportError | TypeError)
-        if not ((ours and ":" not in args.env_id) or (videos and "render_mode" in str(error))):
+        ours = f"{module}.".startswith(f"{missing}.") if colon else ours
+        if not (ours or (videos and "render_mode" in str(error))):
             raise
         refuse(f"--env-id {args.env_id}: {error}{'; unset MUJOCO_GL or install that library' * unloaded}")
 
@@ -434,7 +437,9 @@ def film(args: Args, env: gym.Env, videos: Path | None) -> gym.Env:
         env.reset()
         assert env.render() is not None, "no image"
     except Exception as error:  # of whatever draws
-        refuse(f"--capture-video: {args.env_id} does not render: {type(error).__name__}: {error}")
+        undecided = "OpenGL" in str(error) and sys.platform == "linux" and "MUJOCO_GL" not in os.environ
+        remedy = "; without a display set MUJOCO_GL=egl" * undecided
+        refuse(f"--capture-video: {args.env_id} does not render: {type(error).__name__}: {error}{remedy}")
     return gym.wrappers.RecordVideo(env, str(videos), disable_logger=True)
 
 
@@ -530,12 +535,6 @@ if __name__ == "__main__":
 
     name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
     folder = checkpoint["file"].parent if args.resume else Path("runs", name)
-    folder.mkdir(parents=True, exist_ok=bool(args.resume))
-    try:
-        lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
-    except Timeout:
-        refuse(f"--resume: a run is at work in {folder}")
-
     videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
     sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
     *env_seeds, seed = sequence.generate_state(args.num_envs + 1).tolist()
@@ -546,6 +545,12 @@ if __name__ == "__main__":
     nvec = np.ravel(action_space.nvec if several else action_space.n).tolist()
     first_action, action_dim = np.ravel(action_space.start), len(nvec)
     score_parts = [slice(sum(nvec[:i]), sum(nvec[: i + 1])) for i in range(action_dim)]  # np.split: 5 us more
+
+    folder.mkdir(parents=True, exist_ok=bool(args.resume or videos))  # a refused run leaves none
+    try:
+        lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
+    except Timeout:
+        refuse(f"--resume: a run is at work in {folder}")
 
     agent = Agent(obs_dim, sum(nvec), device)
     optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
@@ -794,7 +799,7 @@ if __name__ == "__main__":
     eval_successes = [float(np.all(info["is_success"])) for info in eval_infos if "is_success" in info]
     for name, rates in {"success_rate": successes[-100:], "eval_success_rate": eval_successes}.items():
         summary[name] = float(np.mean(rates)) if rates else None
-    summary |= {"updates": updates, "episodes": len(returns)}
+    summary |= {"folder": str(folder), "updates": updates, "episodes": len(returns)}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}

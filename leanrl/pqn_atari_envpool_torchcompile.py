@@ -423,7 +423,7 @@ def load_states(state: dict, checkpoint: dict) -> None:
         try:
             item.load_state_dict(checkpoint[name] | settings)
         except (RuntimeError, ValueError) as error:  # of other sizes
-            refuse(f"{checkpoint['file']} does not fit: {str(error)[:300]}")
+            refuse(f"{checkpoint['file']} of {checkpoint['script']}.py does not fit: {str(error)[:300]}")
 
 
 def take_up(args: Args, checkpoint: dict, progress: dict) -> None:
@@ -504,14 +504,14 @@ if __name__ == "__main__":
 
     name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
     folder = checkpoint["file"].parent if args.resume else Path("runs", name)
-    folder.mkdir(parents=True, exist_ok=bool(args.resume))
+    videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
+    envs = make_envs(args, global_step, videos)
+
+    folder.mkdir(parents=True, exist_ok=bool(args.resume or videos))  # a refused run leaves none
     try:
         lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
     except Timeout:
         refuse(f"--resume: a run is at work in {folder}")
-
-    videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
-    envs = make_envs(args, global_step, videos)
 
     num_actions = int(envs.action_space.n)
     q_network = QNetwork(num_actions, device)
@@ -732,7 +732,7 @@ if __name__ == "__main__":
     summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast: one graph]
     best = progress["best_eval"] if math.isfinite(progress["best_eval"]) else None
     summary |= {"eval_returns": eval_returns, "best_eval_return": best}
-    summary |= {"updates": updates, "episodes": len(returns)}
+    summary |= {"folder": str(folder), "updates": updates, "episodes": len(returns)}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}

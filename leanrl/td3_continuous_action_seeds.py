@@ -143,7 +143,7 @@ def make_env(args: Args, videos: Path | None = None) -> gym.Env:
         if not env.observation_space.is_np_flattenable:
             refuse(f"--env-id takes observations that can be flattened, not {env.observation_space}")
         env = gym.wrappers.FlattenObservation(env)
-    return rescale_actions(film(args, env, videos))
+    return film(args, rescale_actions(env), videos)
 
 
 def rescale_actions(env: gym.Env) -> gym.Env:
@@ -483,7 +483,7 @@ def load_states(state: dict, checkpoint: dict) -> None:
         try:
             item.load_state_dict(checkpoint[name] | settings)
         except (RuntimeError, ValueError) as error:  # of other sizes
-            refuse(f"{checkpoint['file']} does not fit: {str(error)[:300]}")
+            refuse(f"{checkpoint['file']} of {checkpoint['script']}.py does not fit: {str(error)[:300]}")
 
 
 def take_up(args: Args, checkpoint: dict, progress: dict) -> None:
@@ -546,8 +546,11 @@ def make(args: Args, videos: Path | None) -> gym.Env:
     except Exception as error:
         unloaded = "MUJOCO_GL" in os.environ and "mujoco" not in sys.modules  # whose import asks for it
         unloaded &= "mujoco" in str(gym.registry.get(args.env_id))
+        module, colon, _ = args.env_id.partition(":")
+        missing = getattr(error.__cause__, "name", None)  # what gym.make could not import
         ours = unloaded or args.env_kwargs or isinstance(error, ImportError | TypeError)
-        if not ((ours and ":" not in args.env_id) or (videos and "render_mode" in str(error))):
+        ours = f"{module}.".startswith(f"{missing}.") if colon else ours
+        if not (ours or (videos and "render_mode" in str(error))):
             raise
         refuse(f"--env-id {args.env_id}: {error}{'; unset MUJOCO_GL or install that library' * unloaded}")
 
@@ -560,7 +563,9 @@ def film(args: Args, env: gym.Env, videos: Path | None) -> gym.Env:
         env.reset()
         assert env.render() is not None, "no image"
     except Exception as error:  # of whatever draws
-        refuse(f"--capture-video: {args.env_id} does not render: {type(error).__name__}: {error}")
+        undecided = "OpenGL" in str(error) and sys.platform == "linux" and "MUJOCO_GL" not in os.environ
+        remedy = "; without a display set MUJOCO_GL=egl" * undecided
+        refuse(f"--capture-video: {args.env_id} does not render: {type(error).__name__}: {error}{remedy}")
     return gym.wrappers.RecordVideo(env, str(videos), disable_logger=True)
 
 
@@ -671,11 +676,6 @@ if __name__ == "__main__":
         progress[-1] |= checkpoint["progress"] if args.resume else {}
         name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{seed}__{time.time():.6f}")
         folders.append(checkpoint["file"].parent if args.resume else Path("runs", name))
-        folders[-1].mkdir(parents=True, exist_ok=bool(args.resume))
-        try:
-            locks.append(FileLock(folders[-1] / ".lock").acquire(timeout=0))
-        except Timeout:
-            refuse(f"--resume: a run is at work in {folders[-1]}")
     global_step, updates = progress[0]["global_step"], progress[0]["updates"]
     updates_due = progress[0]["updates_due"]
     returns, successes = ([of_agent[name] for of_agent in progress] for name in ("returns", "successes"))
@@ -698,6 +698,13 @@ if __name__ == "__main__":
     else:
         envs = make_envs(of_all, env_seeds, videos)
     obs_dim, action_dim = envs.observation_space.shape[-1], envs.action_space.shape[-1]
+
+    for folder in folders:  # [seeds: own runs]
+        folder.mkdir(parents=True, exist_ok=bool(args.resume or videos))  # a refused run leaves none
+        try:
+            locks.append(FileLock(folder / ".lock").acquire(timeout=0))  # held as long as this list lives
+        except Timeout:
+            refuse(f"--resume: a run is at work in {folder}")
 
     actors, qf1s, qf2s = [], [], []
     for seed in args.seeds:  # [seeds: own seeds]
@@ -984,7 +991,8 @@ if __name__ == "__main__":
     of_agents = {"success_rate": [ends[-100:] for ends in successes], "eval_success_rate": eval_successes}
     for name, rates in of_agents.items():
         summary[name] = [float(np.mean(ends)) if ends else None for ends in rates]
-    summary |= {"updates": updates, "episodes": [len(totals) for totals in returns]}
+    summary |= {"folder": [*map(str, folders)], "updates": updates}
+    summary |= {"episodes": [len(totals) for totals in returns]}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         means = [float(np.mean(totals[-count:])) if totals else None for totals in returns]
         summary[name] = [None if agent in lost else mean for agent, mean in enumerate(means)]

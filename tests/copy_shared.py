@@ -23,14 +23,15 @@ LEANRL = ROOT / "leanrl"
 PASSAGES = {
     "    device = torch.device(": "    torch.set_flush_denormal(",
     "    torch.set_float32_matmul_precision(": "    torch.set_autocast_cache_enabled(",
-    "    name = re.sub(": '        refuse(f"--resume: a run is',
+    "    name = re.sub(": "    folder = checkpoint",
+    "    folder.mkdir(": '        refuse(f"--resume: a run is',
     "    def log_losses(": "                sys.exit(",
     "    if args.track:\n        import": "    writer.add_text(",
     "    if args.resume and not last:": "        take_up(",
     "    bar = tqdm(total=args": "    stopping = ",
     "    if args.track:\n        for": '    summary = {"script":',
     "    best = progress": '    summary |= {"eval_returns":',
-    '    summary |= {"updates":': "        sys.exit(128",
+    '    summary |= {"folder":': "        sys.exit(128",
 }
 # What a script has of the section Backends.
 BACKENDS = ("def make(", "def film(", "class Envs(", "class Pool(", "class SameStep(")

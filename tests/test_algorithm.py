@@ -232,7 +232,7 @@ def test_observations_are_standardised_by_all_rows(script):
     actual = normalizer(torch.from_numpy(seen[:5] + 0.5).float())
     expected = (seen[:5] + 0.5 - seen.mean(axis=0)) / (seen.std(axis=0) + 0.01)
     np.testing.assert_allclose(actual, expected, rtol=1e-3)  # the last, which has not moved, is 50
-    normalizer.count.fill_(10**9)  # after which each batch moves the mean by less than float32 can tell
+    normalizer.count.fill_(10**9)  # after which float32 would round what a batch moves the mean by
     before, share = normalizer.mean.clone(), 100 / (10**9 + 100)
     normalizer.update(torch.full((100, 3), 1000.0))
     torch.testing.assert_close(normalizer.mean - before, share * (1000 - before), rtol=1e-4, atol=0)

@@ -229,18 +229,19 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path, refusal):
     # A network or a task that was changed since: it says where they do not fit.
     torch.save(good | {"actor": {key: tensor[:1] for key, tensor in good["actor"].items()}}, other)
     told = refusal(TD3, play, "--resume", other)
-    assert told.startswith(f"{other} does not fit: ") and "size mismatch for fc1" in told
+    assert told.startswith(f"{other} of {TD3}.py does not fit: ") and "size mismatch for fc1" in told
     narrow = {key: tensor[:, :1] if key == "fc1.weight" else tensor for key, tensor in good["actor"].items()}
     narrow["fc9.bias"] = torch.zeros(1)
     torch.save(good | {"actor": narrow, "args": good["args"] | {"actor_hidden_dim": 512}}, other)
     told = refusal(f"{TD3}_seeds", play, "--evaluate", other)
-    assert told == f"{other} does not fit: of other sizes, or not in both: ['fc1.weight', 'fc9.bias']"
+    unlike = "of other sizes, or not in both: ['fc1.weight', 'fc9.bias']"
+    assert told == f"{other} of {TD3}.py does not fit: {unlike}"
 
 
 def test_the_newest_two_checkpoints_are_kept_and_nothing_else_is_removed(tmp_path, monkeypatch, capfd):
     write, options = RecordWriter.write, ("--log-every", "10", "--checkpoint-every", "50")
     monkeypatch.setattr(torch, "save", save_in_order)
-    monkeypatch.setattr(RecordWriter, "write", lambda *entry: time.sleep(0.005) or write(*entry))
+    monkeypatch.setattr(RecordWriter, "write", lambda *entry: time.sleep(0.002) or write(*entry))
     play(TD3, *short(TD3, 200), *options, directory=tmp_path)
     [folder] = tmp_path.glob("runs/*")
     others = ["best.pt", "notes.txt"]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from pathlib import Path
 from statistics import NormalDist
 from unittest.mock import patch
 
@@ -131,9 +132,11 @@ def test_flags_change_no_number(name, tmp_path):
         resume = ("--resume", *sorted(tmp_path.glob("runs/*/110.pt")), "--total-timesteps", 130)
         on = play(name, *args, "--cudagraphs", *resume, cuda=True)
     assert captured["summary"]["cudagraphs"] and on["updates"] == 78
+    eager_on = play(name, *args, *resume)
     for agent in range(2):
         assert_equal(of_agent(in_processes, agent), of_agent(expected, agent))
         assert_equal(of_agent(captured, agent), of_agent(expected, agent), rtol=1e-5, atol=1e-6)
+        assert_equal(of_agent(on, agent), of_agent(eager_on, agent), rtol=1e-5, atol=1e-6)
         assert_equal(of_agent(compiled, agent), of_agent(expected, agent), rtol=1e-3, atol=1e-3)
 
 
@@ -188,6 +191,7 @@ def test_an_agent_has_folder_figures_and_checkpoints_as_a_run_of_one(name, tmp_p
     together = run(name, *REACHER, "--checkpoint-every", 60, "--seeds", 3, 8, directory=tmp_path)
     folders, summary = [tmp_path / folder for folder in together["folders"]], together["summary"]
     assert (summary["seeds"], summary["lost_seeds"]) == ((3, 8), {})
+    assert summary["folder"] == [*map(str, together["folders"])]
     assert (summary["total_timesteps"], summary["updates"]) == (120, 55)
     assert all(writer.file_writer is None for writer in together["writers"])  # closed: nothing is left out
     siblings = [name.replace("_seeds", "_torchcompile"), name.removesuffix("_seeds")]
@@ -241,7 +245,7 @@ def test_what_cannot_work_is_refused_by_its_name(args, refusal):
     assert args.split()[0] in refusal(SEEDS[0], play, *args.split())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_leaves_a_checkpoint_and_no_process(number, tmp_path):
     """To the run, and to its environments in processes of their own, to which kill -9 does not come."""
     options = ("--learning-starts", "50", "--batch-size", "8", "--num-seeds", "2", "--env-workers")
@@ -250,6 +254,10 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(number, tmp_path):
         time.sleep(0.02)
     workers = psutil.Process(process.pid).children(recursive=True)
     assert len(workers) == 2
+    for worker in workers:  # which leave all signals to the run
+        blocked = int(re.search(r"SigBlk:\s*(\w+)", Path(f"/proc/{worker.pid}/status").read_text())[1], 16)
+        others = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+        assert all(blocked >> (other - 1) & 1 for other in others)
     killed = number == signal.SIGKILL
     (os.kill if killed else os.killpg)(process.pid, number)
     output, error = process.communicate(timeout=300)
