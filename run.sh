@@ -12,7 +12,7 @@
 #   ./run.sh peers [ARGS]         the benchmark with CleanRL, Stable-Baselines3, SBX and RLtools, installed
 #                                 into .venv-peers; ARGS as for sweep, --leanrl CLONE adds the original LeanRL,
 #                                 --cleanrl CLONE what CleanRL's package does not have
-#   ./run.sh report [FOLDER]      the table and plots of a sweep; without FOLDER those of README.md and docs/
+#   ./run.sh report [FOLDER]      the tables and plots of a sweep; without FOLDER those of README.md and docs/
 #   ./run.sh python [ARGS]        Python itself, for any other program, such as -m benchmark.studies.scaling
 #
 # The first call creates .venv and installs what is needed. PYTHON names another interpreter (3.11 or newer).

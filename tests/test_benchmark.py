@@ -22,7 +22,7 @@ from torch.autograd import DeviceType
 from benchmark import machine, profile_run, terminal
 from benchmark.collection import COLLECTION
 from benchmark.report import __main__ as report
-from benchmark.report import curve, plots, results, tables
+from benchmark.report import curve, learning, plots, results, tables
 from benchmark.studies import cuda_code
 from benchmark.sweep import process
 
@@ -110,6 +110,21 @@ def test_speed_table_gives_median_range_and_ratios():
     assert "| sac: LeanRL `--compile` | 180 (150-400) | 1.89 (1.50-2.00) | 2.25 | 20.0 | 3.0 |" in table
     assert "| sac: SBX (JAX) | 80 | 0.84 | 1.00 |  |  |" in table
     assert table.endswith("A CPU, 2 cores; no GPU; python 3.12.1; commit 0123456")
+
+
+def test_the_returns_of_a_sweep_are_means_over_agents():
+    about = {"algorithm": "td3_continuous_action", "steps": 500}
+    lines = [line("eager", 1.0, **about, seed=seed, episodic_return=10.0 * seed) for seed in (1, 2)]
+    assert "success" not in learning.sweep_table(lines)
+    several = {"seeds": [1, 2, 3], "episodic_return": [40, None, 50], "success_rate": [0.5, None, 1.0]}
+    lines.append(line("seeds", 1.0, **about, **several, lost_seeds={"2": "why"}))
+    lines.append(line("ranks", 1.0, **about, seeds=[1, 2], episodic_return=[None, None]))  # no episode
+    lines.reverse()  # seeds are in order, whatever ended first
+    header, _, seeds, eager = learning.sweep_table(lines).splitlines()
+    assert header.endswith("| success rate |")
+    title = "| td3_continuous_action, World-v0: LeanRL"
+    assert eager == f"{title} eager | 500 | 2 | 15.0 [10.0, 20.0] | 10.0, 20.0 |  |"
+    assert seeds.endswith("| 500 | 2 | 45.0 [40.0, 50.0] | 40.0, 50.0 | 0.75 |")
 
 
 def test_speed_plot_shows_medians_and_their_ratios():
@@ -205,6 +220,16 @@ def test_what_report_cannot_read_is_told_in_one_line(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == f"report: error: [Errno 21] Is a directory: '{tmp_path / 'results.jsonl'}'\n"
+    with pytest.raises(results.ResultsError, match="none is not the folder of a sweep"):
+        report.report_folder(tmp_path / "none")
+
+
+def test_a_sweep_tells_its_options(tmp_path, capsys):
+    results.append(tmp_path / "results.jsonl", line("eager", 1.0, steps=500, wall_seconds=2.0))
+    about = {"format": 1, "id": "a", "profile": "quick", "git_commit": None}
+    results.append(tmp_path / "sweep.json", about | {"options": {"num-envs": "64", "double": ""}, "ranks": 2})
+    report.report_folder(tmp_path)
+    assert "\n--options num-envs 64 double \n" in capsys.readouterr().out
 
 
 def test_nothing_but_json_is_written(tmp_path):
@@ -433,7 +458,7 @@ def test_scripts_for_older_libraries_run(tmp_path):
 
 
 # ---- Profiles ----------------------------------------------------------------------------------------------
-PROFILED = [("sac_continuous_action", ()), ("ppo_atari_envpool", ())]
+PROFILED = [("sac_continuous_action", ("--updates-per-step", "0.2")), ("ppo_atari_envpool", ())]
 PROFILED += [("ppo_continuous_action_torchcompile", ("--compile",))]
 
 
@@ -533,7 +558,7 @@ def test_a_profile_tells_where_the_time_goes(name, flags, tmp_path, capsys):
     assert min(parts[part] for part in known - {"waiting for the device"}) > 0
     assert sum(parts.values()) == pytest.approx(100, abs=0.5)
     assert parts.keys().isdisjoint(operators)
-    called = "## Call CompiledFxGraph" if flags else "aten::"
+    called = "## Call CompiledFxGraph" if "--compile" in flags else "aten::"
     assert any(operator.startswith(called) for operator in operators)
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     # Or num_steps, of which SHORT has as many.

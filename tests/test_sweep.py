@@ -80,8 +80,8 @@ summary |= {"sps": 100.0 + seed, "startup_seconds": 1.0, "wall_seconds": 0.5}
 print(json.dumps(summary | said))
 """
 WAIT = "while not (here / 'go').exists(): time.sleep(0.05)"
-# The sweep asks PyTorch for the number of GPUs, and nothing else: this takes no two seconds.
-NO_GPU = "class cuda:\n    device_count = staticmethod(lambda: 0)\n"
+# The sweep asks PyTorch for the number of GPUs, and scipy asks what is a tensor: this takes no two seconds.
+NO_GPU = "class Tensor:\n    pass\nclass cuda:\n    device_count = staticmethod(lambda: 0)\n"
 
 
 class House:
@@ -255,13 +255,13 @@ def test_a_run_of_several_agents_is_one_line_without_a_curve(house):
     sibling.write_text(f"{STAND_IN}\nimport shutil\nshutil.copytree(folder, 'runs/another')\n")
     agents = {"seeds": [1, 2, 3], "lost_seeds": {"2": "qf_loss is nan at step 9"}}
     agents |= {"episodic_return": [90.0, None, 70.0], "episodic_return_10": [95.0, None, 75.0]}
-    house.tell(1, f"said = {agents}")
+    house.tell(1, f"said = {agents | {'folder': 'runs/of_a_machine'}}")
     scripts = ("--scripts", "td3_continuous_action", "ppo_continuous_action")
     output, error = house.sweep(*scripts, "--modes", "seeds", "--seeds", 1, "--checkpoint-every", 10)
     assert error.startswith("skipped: seeds needs leanrl/ppo_continuous_action_seeds.py, which there is not")
     [line], [curve] = house.lines(), house.curves()
     assert (line["script"], line["seed"], line["attempts"]) == (sibling.stem, 1, 1)
-    assert line.items() >= agents.items()
+    assert line.items() >= agents.items() and "folder" not in line
     assert (curve["step"], curve["seconds"], curve["episodic_return"]) == ([], [], [])
     assert not house.checkpoints()  # it could not go on from what run_job finds
     assert "| td3_continuous_action: LeanRL seeds, 2 agents `--compile` | 101 |" in output
@@ -438,6 +438,7 @@ PRECISION = "--options does not take precision, which the mode tf32 sets"
         (["--leanrl", "/"], "--leanrl takes a clone of the original LeanRL, got /"),
         (["--profile", "check", "--env-ids", "A"], "--env-ids does not go with --profile check, "),
         (["--profile", "check", "--leanrl", "/"], "peers do not go with --profile check"),
+        (["--scripts", "dqn", "--env-ids", "A"], "--env-ids fits none of --scripts, which take "),
         (["--peers", "/"], "--peers takes a Python interpreter, got /"),
         (["--modes", "cudagraphs"], "nothing is selected"),
         (["--cluster", "pbs"], "--cluster takes local, slurm; got pbs"),

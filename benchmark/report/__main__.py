@@ -1,7 +1,7 @@
 """Tables and plots of results: of a sweep's folder, or those that the README and docs/ publish.
 
     ./run.sh report                  writes the tables of README.md and docs/ and the plots docs/plots/ anew
-    ./run.sh report sweeps/NAME      prints the table of a sweep and writes its plots
+    ./run.sh report sweeps/NAME      prints the tables of a sweep and writes its plots
 
 A table stands between `<!-- table: KIND FILE -->` and `<!-- end -->`; KIND is a key of TABLES or the name of
 a study, FILE a file in benchmark/results/. Nothing between the two is written by hand, and nothing stands
@@ -108,6 +108,8 @@ def report_folder(folder: Path) -> bool:
 
     Raises ResultsError where a file is not as it should be.
     """
+    if not (folder / "results.jsonl").exists():
+        raise results.ResultsError(f"{folder} is not the folder of a sweep: it has no results.jsonl")
     lines = results.read(folder / "results.jsonl", growing=True)
     print(tables.speed_table(lines))
     sweep = folder / "sweep.json"
@@ -115,6 +117,10 @@ def report_folder(folder: Path) -> bool:
     checks = [line for line in lines if any(one["profile"] == "check" for one in described)]
     if checks:
         print(f"\n{tables.check_table(checks)}")
+    elif any(line.get("episodic_return") is not None for line in lines):
+        print(f"\n{learning.sweep_table(lines)}")
+    for options in (one["options"] for one in described if one.get("options")):
+        print(f"\n--options {' '.join(f'{name} {value}' for name, value in options.items())}")
     for name, step in unfinished(folder, {line["job"] for line in lines if line["status"] == "ok"}).items():
         print(f"\nnot at its end: {name}: checkpoint at step {step:,}")
     for line in lines:
@@ -153,9 +159,11 @@ def report_published() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2 or sys.argv[1:2] in (["-h"], ["--help"]):
+    if sys.argv[1:2] in (["-h"], ["--help"]):
         print(__doc__)
-        sys.exit(2 if len(sys.argv) > 2 else 0)
+        sys.exit(0)
+    if len(sys.argv) > 2:
+        refuse(f"takes the folder of one sweep, got {len(sys.argv) - 1} arguments")
     try:
         report_folder(Path(sys.argv[1]).absolute()) if sys.argv[1:] else report_published()
     except (results.ResultsError, OSError) as error:

@@ -25,7 +25,7 @@ from benchmark.modes import LIBRARIES, SEEDS
 from benchmark.report import results
 from benchmark.report.curve import in_groups, logged
 from benchmark.report.plots import at_each_step, draw_evaluations, on_one_grid, panels
-from benchmark.report.tables import by, markdown, packages_and_commits
+from benchmark.report.tables import by, markdown, name_of, of_agents, packages_and_commits
 from benchmark.terminal import refuse
 
 LAST = 100  # training episodes, whose mean return is what a run has reached
@@ -73,7 +73,7 @@ def is_through(steps: int, asked: int) -> bool:
 
 def reached(runs: list[dict]) -> str:
     """The mean over seeds of what runs have reached, and its interval."""
-    values = [run["episodic_return"] for run in runs]
+    values = of_agents(runs, "episodic_return")
     mean, bounds = told(statistics.mean(values)), interval(values)
     return mean if bounds is None else f"{mean} [{told(bounds[0])}, {told(bounds[1])}]"
 
@@ -131,6 +131,22 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
         going.append(f"{name} at {millions(run['total_timesteps'])}: {told(run['episodic_return'])}")
     below = [f"On their way: {'; '.join(going)}."] if going else []
     return "\n\n".join([markdown(header, rows), *below, made_with(lines)])
+
+
+def sweep_table(lines: list[dict]) -> str:
+    """Mean return of the last training episodes over seeds, with its interval, in each mode of a sweep."""
+    rows, groups = [], by(trained(lines), "algorithm", "env_id", "steps", "mode")
+    for (name, env_id, asked, mode), runs in groups.items():
+        runs.sort(key=lambda run: run["seed"])
+        if not (values := of_agents(runs, "episodic_return")):  # agents without an episode
+            continue
+        rates = of_agents([run for run in runs if "success_rate" in run], "success_rate")
+        rate = f"{statistics.mean(rates):.2f}" if rates else ""
+        returns = [str(len(values)), reached(runs), ", ".join(map(told, values)), rate]
+        rows.append([f"{name}, {env_id}: {name_of(mode, runs)}", f"{asked:,}", *returns])
+    header = ["", "steps", "seeds", "return, last 100 episodes [95 % interval]", "by seed", "success rate"]
+    has_rates = any(row[-1] for row in rows)
+    return markdown(header, rows) if has_rates else markdown(header[:-1], [row[:-1] for row in rows])
 
 
 def ablation_table(lines: list[dict]) -> str:

@@ -234,7 +234,7 @@ def work(args: Args, runs: list[Run], folder: Path, gpus: list[str]) -> int:
 
 
 def main() -> int:
-    args = tyro.cli(Args)
+    args = tyro.cli(Args, prog="./run.sh sweep")
     check_args(args)
     gpus = visible_gpus(args)
     runs = select(args, gpus)

@@ -131,7 +131,8 @@ class Record:
         line = about | {"attempts": attempts, "algorithm": run.algorithm, "mode": run.mode}
         line |= {"env_id": run.env_id, "seed": run.seed, "steps": run.steps}
         line |= {key: value for key, value in outcome.items() if key not in ("summary", "curve")}
-        full, curve = outcome.get("summary", {}) | line, about | outcome.get("curve", {})
+        summary = {key: value for key, value in outcome.get("summary", {}).items() if key != "folder"}
+        full, curve = summary | line, about | outcome.get("curve", {})
         if run.mode in LIBRARIES and full["status"] == "ok":  # our scripts' summaries say it
             full |= {"learning_starts": run.learning_starts or 0}
         try:

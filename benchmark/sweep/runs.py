@@ -36,8 +36,10 @@ PROFILES = {
 
 
 LEANRL_PYTHON = ROOT / ".venv-leanrl" / "bin" / "python"  # with requirements/leanrl.txt
+# The arguments that name environments, by the actions of the scripts that they are of.
+OF_ACTIONS = {"continuous": "env_ids", "discrete": "discrete_env_ids", "atari": "atari_env_ids"}
 # Arguments of a sweep that each run of the profile check has fixed.
-OF_CHECKS = ("env_ids", "discrete_env_ids", "atari_env_ids", "total_timesteps", "options")
+OF_CHECKS = (*OF_ACTIONS.values(), "total_timesteps", "options")
 # Arguments of the scripts that a sweep sets itself, and what to use instead.
 OWN = {
     "env-id": "--env-ids, --discrete-env-ids or --atari-env-ids",
@@ -186,6 +188,11 @@ def check_args(args: Args) -> None:
             refuse(f"--{name.replace('_', '-')} takes a number from {low}, got {value}")
     if args.runs_per_gpu > 1 and args.cluster == "slurm":
         refuse("--runs-per-gpu takes 1 on Slurm, which gives each run GPUs of its own")
+    kinds = {COLLECTION[script].actions for script in args.scripts}
+    for kind, name in OF_ACTIONS.items():
+        if getattr(args, name) and kind not in kinds:
+            own = " or ".join(f"--{OF_ACTIONS[kind].replace('_', '-')}" for kind in sorted(kinds))
+            refuse(f"--{name.replace('_', '-')} fits none of --scripts, which take {own}")
     flags = {flag.removeprefix("--"): mode for mode in args.modes or () for flag in MODES[mode].flags}
     for name in further_options(args):
         if instead := OWN.get(name.removeprefix("no-")):
@@ -249,7 +256,7 @@ def tasks(args: Args, algorithm: Algorithm) -> list[tuple[str, int, tuple[tuple[
         return [(check.env_id, check.steps, check.options) for check in algorithm.checks]
     learning, kind = args.profile == "learning", algorithm.actions
     steps = args.total_timesteps or getattr(algorithm, "full" if learning else args.profile)
-    env_ids = getattr(args, "env_ids" if kind == "continuous" else f"{kind}_env_ids")
+    env_ids = getattr(args, OF_ACTIONS[kind])
     if env_ids is None:
         env_ids = algorithm.env_ids if learning else (algorithm.env_id,)
     return [(env_id, steps, tuple(further_options(args).items())) for env_id in env_ids]
