@@ -95,6 +95,7 @@ SHORT |= {name: (*EACH_STEP, *SHORT[name]) for name in DQN}
 ROLLOUTS = ("--num-envs", "2", "--num-steps", "50", "--num-minibatches", "5", "--update-epochs", "2")
 SHORT |= dict.fromkeys(ON_POLICY, (*ROLLOUTS, "--total-timesteps", "300"))
 SHORT |= {name: (*SHORT[name][:4], "--num-minibatches", "2", *SHORT[name][6:]) for name in MEMORY}
+SHORT |= {name: (*SHORT[name], "--update-epochs", "1") for name in ATARI}  # which are slow
 # Scripts set these options of the compiler. Each run begins with the defaults: with options that another
 # script has set, it would compile again what is in the cache.
 SETTINGS = "cpp_wrapper cpp.vec_isa_ok fallback_random max_pointwise_cat_inputs split_reductions".split()

@@ -37,11 +37,13 @@ class Order:
             yield indices
             self.kept["indices"].append(indices)
             self.kept["params"].append(script.flat_agent.params.detach().clone())
+        if len(self.kept["buffers"]) == 1:  # an epoch of which only the mean over ranks is below --target-kl
+            script.losses["approx_kl"].fill_(script.rank)
 
 
 def main(folder: str, name: str, *args: str) -> None:
     """Run a script with these arguments, and write what it has kept."""
-    kept = {name: [] for name in ("buffers", "obs", "before", "indices", "params")}
+    kept = {kind: [] for kind in ("buffers", "obs", "before", "indices", "params")}
     randperm, broadcast, rank = torch.randperm, torch.distributed.broadcast, int(os.environ["RANK"])
 
     def sent(tensor: Tensor | Order, *args) -> None:
@@ -57,7 +59,9 @@ def main(folder: str, name: str, *args: str) -> None:
         patch("torch.randperm", shuffled),
         patch("torch.distributed.broadcast", sent),
     ):
-        runpy.run_path(str(LEANRL / f"{name}.py"), run_name="__main__")
+        script = runpy.run_path(str(LEANRL / f"{name}.py"), run_name="__main__")
+    moments = [vars(script[kind]) for kind in ("obs_moments", "return_moments") if kind in script]
+    kept["moments"] = [{key: torch.tensor(array) for key, array in of_kind.items()} for of_kind in moments]
     torch.save(kept, Path(folder) / f"{rank}.pt")
 
 

@@ -229,22 +229,23 @@ def test_an_argument_of_another_shape_type_or_stride_is_refused(direct, other):
 
 
 def test_what_a_direct_call_would_not_give_or_take_is_refused(direct):
-    kept, param = {}, torch.ones(4, requires_grad=True)
+    kept, param = {}, torch.ones(4, 4, requires_grad=True)
 
+    # Products of matrices, for which no code has to be compiled.
     def two(x: Tensor) -> tuple[Tensor, Tensor]:
-        return x + 1, x + 2
+        return x @ x, x @ x.T
 
     def keeps(x: Tensor) -> None:
-        kept["sum"] = x.sum()
+        kept["product"] = x @ x
 
     def with_history(x: Tensor) -> Tensor:
-        return x * param
+        return x @ param
 
     for function in (two, keeps, with_history, lambda x: x.add_(1) is not None):
         with pytest.raises(TypeError, match="returns one tensor without history"):
-            direct(function)(torch.ones(4))
+            direct(function)(torch.ones(4, 4))
     with pytest.raises(RuntimeError, match="does not use each of its arguments"):
-        direct(lambda x, unused: x + 1)(torch.ones(4), torch.ones(4))
+        direct(lambda x, unused: x @ x)(torch.ones(4, 4), torch.ones(4, 4))
 
 
 def test_two_of_one_function_do_not_take_each_other_for_themselves(direct):

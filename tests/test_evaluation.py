@@ -1,6 +1,7 @@
 """Evaluation along the way: it changes no number of the run, keeps the best agent, and is not lost."""
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from conftest import (
     SCRIPTS,
     SEEDS,
     SHORT,
+    TWINS,
     assert_same_numbers,
     checkpoints,
     play,
@@ -50,7 +52,8 @@ def test_evaluation_changes_no_number_and_the_best_agent_is_kept(name, tmp_path)
     kept = torch.load(best, weights_only=True)["progress"]
     assert evaluated["summary"]["best_eval_return"] == kept["best_eval"] == pytest.approx(max(means))
     assert kept["global_step"] == kept["last_eval"] == steps[np.argmax(means)]
-    again = train(name, "--evaluate", best, "--eval-episodes", 2, "--num-envs", 1, directory=tmp_path)
+    os.utime(best)  # the newest of its folder
+    again = train(name, "--evaluate", best.parent, "--eval-episodes", 2, "--num-envs", 1, directory=tmp_path)
     assert np.mean(again["summary"]["eval_returns"]) == pytest.approx(kept["best_eval"])
     # A run that goes on evaluates at its next hundred, not at its first log entry.
     on = train(name, *EVERY, "--resume", best.parent, "--total-timesteps", 500, directory=tmp_path)
@@ -136,7 +139,7 @@ def test_the_best_agent_of_an_easier_task_does_not_count(name, tmp_path):
     assert best == ([2, 2] if name in SEEDS else 2)
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, *SEEDS])
+@pytest.mark.parametrize("name", [*SCRIPTS, *TWINS, *SEEDS])
 def test_sps_leaves_out_evaluations_and_what_is_before_learning(name, monkeypatch):
     """By a clock that ticks with each step of an environment: once, or before learning ten times."""
     ticks, step, games_step, agents = [], Balance.step, ScriptedGames.step, 2 if name in SEEDS else 1

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from capture import pretended_cuda
-from conftest import MULTIGPU, ON_POLICY, SCRIPTS, SEEDS, SHORT, TWINS, play, rates, run
+from conftest import ATARI, MULTIGPU, ON_POLICY, SCRIPTS, SEEDS, SHORT, TWINS, play, rates, run
 from test_twins import train, train_compiled
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,7 +36,7 @@ def test_products_are_of_bfloat16_and_all_that_is_kept_is_not(name):
     with Products() as products:
         result = play(name, *SHORT[like], "--total-timesteps", steps, *BFLOAT16)
     assert products.dtypes == {torch.bfloat16}
-    assert result["updates"] >= 4
+    assert result["updates"] >= (2 if name in ATARI else 4)
     if name in SEEDS:  # whose agents have returns of their own
         result |= {"returns": []}
     kept = [value.dtype for value in conftest.numbers(result).values()]
