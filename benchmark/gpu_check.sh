@@ -2,7 +2,7 @@
 # All that a CUDA device can tell in ten minutes, with no network, the most telling first:
 #
 #   1. driver, compiler, versions, and whether all is there that the tests import
-#   2. the tests that need a GPU, several at a time: 68 of them took 107 s on 16 cores
+#   2. the tests that need a GPU, several at a time: 69 of them took some 120 s on 16 cores
 #   3. a short run of every twin with both flags, all at once, which also fills the caches of compiled code of
 #      part 4: 80 s there
 #   4. the sweep, each run tried once: both flags and eager, then --cudagraphs, --compile, both with TF32 and
@@ -139,7 +139,7 @@ print("compilers:", *filter(None, map(shutil.which, ("gcc", "g++", "clang"))))
 print("Python.h:", Path(sysconfig.get_path("include"), "Python.h").exists())
 names = "triton tensordict gymnasium mujoco envpool pydantic tyro filelock tqdm tensorboard moviepy xdist"
 missing = []
-for name in [*names.split(), *"yaml matplotlib psutil pynvml pytest submitit".split()]:
+for name in [*names.split(), *"yaml matplotlib scipy psutil pynvml pytest submitit".split()]:
     try:
         print(name, getattr(importlib.import_module(name), "__version__", ""), end=", ")
     except Exception as error:
