@@ -85,7 +85,7 @@ cache() {
   echo "$folder_of_code"
 }
 
-# short_run NAME MODE FLAGS: some hundred gradient steps of a twin, for at most `limit` seconds.
+# short_run NAME MODE FLAGS: 16 to 640 gradient steps of a twin, for at most `limit` seconds.
 short_run() {
   local name=$1 code steps
   code=$(cache "$1" "$2")
