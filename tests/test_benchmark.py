@@ -112,6 +112,15 @@ def test_speed_table_gives_median_range_and_ratios():
     assert table.endswith("A CPU, 2 cores; no GPU; python 3.12.1; commit 0123456")
 
 
+def test_captured_table_is_of_what_ran_both_eagerly_and_captured():
+    some = {"steps": 12_000}
+    lines = [line("eager", 100, **some), line("both", 1500, **some), line("compile", 300, **some)]
+    lines += [line("eager", 200, **some, seed=2), line("both", 3200, **some, seed=2)]
+    lines += [line("both", 4000, steps=20_000), line("eager", 5, **some, algorithm="td3")]
+    rows = tables.captured_table(lines).split("\n\n")[0].splitlines()
+    assert rows[2:] == ["| sac, World-v0, 12,000 steps | 150 | 2,350 | 15.67 (15.00-16.00) |"]
+
+
 def test_the_returns_of_a_sweep_are_means_over_agents():
     about = {"algorithm": "td3_continuous_action", "steps": 500}
     lines = [line("eager", 1.0, **about, seed=seed, episodic_return=10.0 * seed) for seed in (1, 2)]

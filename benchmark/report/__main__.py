@@ -30,6 +30,7 @@ MARKED = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTA
 TABLES = {
     "speed": tables.speed_table,
     "algorithms": lambda lines: tables.algorithms_table([*lines, *environments.published_runs(64)]),
+    "captured": tables.captured_table,
     "learning": tables.learning_table,
     "check": tables.check_table,
     "returns": learning.returns_table,

@@ -184,6 +184,19 @@ def algorithms_table(lines: list[dict]) -> str:
 
 
 @by_machine
+def captured_table(lines: list[dict]) -> str:
+    """A row an algorithm and number of steps: steps/s of eager code and with both flags, and their ratio."""
+    rows, pair = [], ("eager", "both")
+    for (algorithm, env_id, steps), group in by(timed(lines), "algorithm", "env_id", "steps").items():
+        modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
+        if modes.keys() >= {*pair}:
+            eager, both = (modes[mode] for mode in pair)
+            speeds = [f"{statistics.median(line['sps'] for line in runs):,.0f}" for runs in (eager, both)]
+            rows.append([f"{algorithm}, {env_id}, {steps:,} steps", *speeds, ratio(both, eager)])
+    return markdown(["steps/s", *(MODES[mode].label for mode in pair), "x eager"], rows)
+
+
+@by_machine
 def learning_table(lines: list[dict]) -> str:
     """Returns of training: the last 10 episodes of each seed, and the mean of the last 100 over the seeds."""
     rows = []
