@@ -85,6 +85,11 @@ class Algorithm:
         return self.learning_starts is None
 
     @property
+    def one_thread(self) -> bool:
+        """Whether its scripts take one thread of PyTorch: on more, networks so small are no faster."""
+        return self.actions == "discrete" or (self.actions == "continuous" and self.on_policy)
+
+    @property
     def env_ids(self) -> tuple[str, ...]:
         """The environments of the profile learning."""
         return *(self.own_env_ids or ENV_IDS[self.actions]), *self.more_env_ids

@@ -418,6 +418,7 @@ parser = argparse.ArgumentParser()
 for name in ("--env-id", "--seed", "--total-timesteps", "--learning-starts"):
     parser.add_argument(name)
 args, device, writer = parser.parse_args(), torch.device("cpu"), SummaryWriter("run")
+assert torch.get_num_threads() == 3
 assert strtobool("True") and (args.env_id, args.seed, args.learning_starts) == ("CartPole-v1", "3", "5")
 
 def of_gym():
@@ -460,7 +461,13 @@ def test_scripts_for_older_libraries_run(tmp_path):
     (tmp_path / "cleanrl").mkdir()
     (tmp_path / "cleanrl" / "dqn.py").write_text(OF_OLDER_LIBRARIES)
     command = [sys.executable, ROOT / "benchmark" / "peers" / "cleanrl.py", "dqn", "--cleanrl", tmp_path]
-    command += ["--env-id=CartPole-v1", "--seed=3", "--total-timesteps=20", "--learning-starts=5"]
+    command += [
+        "--threads=3",
+        "--env-id=CartPole-v1",
+        "--seed=3",
+        "--total-timesteps=20",
+        "--learning-starts=5",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["sps"] > 0 and summary["device"] == "cpu"
@@ -474,7 +481,8 @@ PROFILED += [("ppo_continuous_action_torchcompile", ("--compile",))]
 # As a script of the original LeanRL logs, with the libraries of its time.
 OF_LEANRL = """
 import importlib.util, sys, time
-import wandb
+import torch, wandb
+assert torch.get_num_threads() == 3
 assert importlib.util.find_spec("wandb")
 device = "cpu"
 wandb.init(project="a", name="b", config={}, save_code=True)
@@ -490,7 +498,7 @@ def test_a_script_of_the_original_leanrl_is_timed_by_what_it_logs(tmp_path):
     (tmp_path / "leanrl" / "dqn_torchcompile.py").write_text(OF_LEANRL)
     program = ROOT / "benchmark" / "peers" / "leanrl.py"
     command = [sys.executable, program, tmp_path, "dqn_torchcompile", "--compile"]
-    command += ["--env-id=CartPole-v1", "--seed=2", "--total-timesteps=300"]
+    command += ["--threads=3", "--env-id=CartPole-v1", "--seed=2", "--total-timesteps=300"]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     summary = json.loads(process.stdout)

@@ -19,6 +19,7 @@ from slurm import slurm_cluster, wait_until
 
 from benchmark.collection import COLLECTION
 from benchmark.machine import script_in
+from benchmark.modes import LIBRARIES
 from benchmark.report import results
 from benchmark.sweep import __main__ as sweep
 from benchmark.sweep import folder as sweep_folder
@@ -383,6 +384,16 @@ def test_cleanrls_scripts_that_its_package_does_not_have_run_from_a_clone(tmp_pa
     selection.check_args(args)
     commands = {r.algorithm: r.command(args.peers, None, tmp_path) for r in selection.select(args, gpus=[])}
     assert f"--cleanrl={tmp_path}" in commands["pqn"] and f"--cleanrl={tmp_path}" not in commands["ppo"]
+
+
+def test_libraries_take_one_thread_where_our_scripts_do():
+    """On a machine of many cores they would be far slower on all."""
+    ours = {name for name in COLLECTION if "set_num_threads(1)" in (LEANRL / f"{name}.py").read_text()}
+    runs = selection.select(selection.Args(peers=Path(sys.executable)), gpus=[])
+    for run in runs:
+        on_one = "--threads=1" in run.command(Path(sys.executable))
+        assert on_one == (run.algorithm in ours and run.mode in LIBRARIES), run
+    assert {run.mode for run in runs if run.algorithm in ours} >= {"cleanrl", "sb3", "sbx"}
 
 
 def test_each_seed_of_the_selection_is_a_run_of_several_agents():

@@ -1,12 +1,13 @@
 """Run a script of CleanRL, as it is and with its own defaults, and print a summary like those of ours.
 
-    python benchmark/peers/cleanrl.py SCRIPT --env-id=ID --seed=N --total-timesteps=N [--cleanrl DIR] [...]
+    python benchmark/peers/cleanrl.py SCRIPT --env-id=ID --seed=N --total-timesteps=N [--threads=N]
+        [--cleanrl DIR] [...]
 
-Further arguments, such as --learning-starts=N, are the script's own. The scripts are those of the package
-cleanrl 1.2.0 or, with --cleanrl, of a checkout of its repository. They were written for older libraries. What
-has changed since is stood in for here: the module `gym`, automatic resets and what infos then hold, names of
-wrappers, and an argument of one. SPS counts from the first "charts/SPS" that a script logs, when it learns,
-to the last.
+--threads are PyTorch's. Further arguments, such as --learning-starts=N, are the script's own. The scripts are
+those of the package cleanrl 1.2.0 or, with --cleanrl, of a checkout of its repository. They were written for
+older libraries. What has changed since is stood in for here: the module `gym`, automatic resets and what
+infos then hold, names of wrappers, and an argument of one. SPS counts from the first "charts/SPS" that a
+script logs, when it learns, to the last.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from types import ModuleType, SimpleNamespace
 import envpool
 import gymnasium
 import numpy as np
+import torch
 from gymnasium.vector import AutoresetMode
 from torch.utils.tensorboard import SummaryWriter
 
@@ -123,7 +125,10 @@ def main() -> None:
     parser.add_argument("--env-id", required=True)
     for name in ("--seed", "--total-timesteps"):
         parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--threads", type=int)
     args, more = parser.parse_known_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     root = args.cleanrl or Path(metadata.distribution("cleanrl").locate_file(""))
     path = root / "cleanrl" / f"{COLLECTION[args.script].cleanrl}.py"
     sys.path.insert(0, str(root))  # for its utilities

@@ -1,10 +1,12 @@
 """Run a script of the original LeanRL, as it is, and print a summary like those of ours.
 
-    python benchmark/peers/leanrl.py CHECKOUT SCRIPT --env-id=ID --seed=N --total-timesteps=N [...]
+    python benchmark/peers/leanrl.py CHECKOUT SCRIPT --env-id=ID --seed=N --total-timesteps=N [--threads=N]
+        [...]
 
-CHECKOUT is a clone of its repository. Further arguments, such as --compile, are the script's own. It runs
-with requirements/leanrl.txt: libraries of its time, and today's PyTorch. What it would send to Weights &
-Biases, which is stood in for, gives the speed: from the first "speed" that a script logs to the last.
+CHECKOUT is a clone of its repository. --threads are PyTorch's. Further arguments, such as --compile, are the
+script's own. It runs with requirements/leanrl.txt: libraries of its time, and today's PyTorch. What it would
+send to Weights & Biases, which is stood in for, gives the speed: from the first "speed" that a script logs to
+the last.
 """
 
 import argparse
@@ -17,6 +19,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+import torch
+
 START_TIME = time.perf_counter()
 
 
@@ -27,7 +31,10 @@ def main() -> None:
     parser.add_argument("--env-id", required=True)
     for name in ("--seed", "--total-timesteps"):
         parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--threads", type=int)
     args, more = parser.parse_known_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     times = []
 
     def note_time(values: dict, step: int) -> None:

@@ -2,6 +2,7 @@
 
     python benchmark/peers/sb3_sbx.py {sb3,sbx} SCRIPT --env-id=ID --seed=N --total-timesteps=N
         [--learning-starts=N] [--num-envs=N] [--batch-size=N] [--width=N] [--num-steps=N] [--settle=N]
+        [--threads=N]
 
 Same task and networks, same batches and number of gradient steps as the scripts have by default, or with the
 sizes that are given; everything else is the library's default. PPO goes without the normalisation that the
@@ -9,7 +10,7 @@ script has, which saves the libraries time. Atari games are ale-py's behind Stab
 stepped in turn: the same frames, network and batches, but no EnvPool. RecurrentPPO is sb3-contrib's, whose
 networks have a layer behind the LSTM, where ours have it in front. SPS counts from a step at which everything
 is compiled, for JAX compiles when it first learns: of PPO after two rollouts, of the others after as many
-agent steps in which they learn as --settle says.
+agent steps in which they learn as --settle says. --threads are PyTorch's; JAX has its own.
 """
 
 import time
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import gymnasium as gym
 import jax
+import torch
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
@@ -91,11 +93,13 @@ def main() -> None:
     parser.add_argument("--env-id", required=True)
     for name in ("--seed", "--total-timesteps"):
         parser.add_argument(name, type=int, required=True)
-    for name in ("--num-envs", "--batch-size", "--width", "--num-steps"):
+    for name in ("--num-envs", "--batch-size", "--width", "--num-steps", "--threads"):
         parser.add_argument(name, type=int)
     for name, default in (("--learning-starts", 0), ("--settle", 500)):
         parser.add_argument(name, type=int, default=default)
     args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     entry = COLLECTION[args.script]
     algorithm, num_envs = getattr(entry, args.peer), args.num_envs or entry.num_envs
     if algorithm is None:

@@ -77,13 +77,15 @@ def table(lines: list[dict]) -> str:
 
 
 def published_runs(num_envs: int) -> list[dict]:
-    """The published runs with so many environments, as lines of a sweep; ours are EnvPool's."""
+    """The published runs with so many environments, as lines of a sweep: with ours of Gymnasium and EnvPool."""
     path, runs = RESULTS / "environments.jsonl", []
-    for line in results.read(path, check) if path.exists() else []:
-        if line["num_envs"] == num_envs and line["mode"] != "gymnasium":
-            name = f"{line['env_id']}, {num_envs} environments (ours: EnvPool's)"
-            mode = "compile" if line["mode"] == "envpool" else line["mode"]
-            runs.append(line | {"algorithm": line["script"], "env_id": name, "mode": mode})
+    lines = results.read(path, check) if path.exists() else []
+    for backend, kind in (("gymnasium", "environments"), ("envpool", "environments (ours: EnvPool's)")):
+        for line in lines:
+            if line["num_envs"] == num_envs and line["mode"] in (*PEERS, backend):
+                about = {"algorithm": line["script"], "env_id": f"{line['env_id']}, {num_envs} {kind}"}
+                about |= {"mode": "compile"} if line["mode"] == backend else {}
+                runs.append(line | about)
     return runs
 
 

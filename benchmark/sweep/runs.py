@@ -154,6 +154,8 @@ class Run:
         values |= {"learning-starts": self.learning_starts, "checkpoint-every": self.checkpoint_every}
         given = {name: value for name, value in values.items() if value is not None} | dict(self.options)
         options = [f"--{name}={value}".removesuffix("=") for name, value in given.items()]
+        if self.mode in LIBRARIES and COLLECTION[self.algorithm].one_thread:
+            options.append("--threads=1")  # as in CleanRL's own benchmark
         mode, programs = MODES[self.mode], ROOT / "benchmark" / "peers"
         if self.mode in ORIGINAL:
             script = f"{COLLECTION[self.algorithm].leanrl}{mode.suffix}"
