@@ -77,7 +77,7 @@ def table(lines: list[dict]) -> str:
 
 
 def published_runs(num_envs: int) -> list[dict]:
-    """The published runs with so many environments, as lines of a sweep: with ours of Gymnasium and EnvPool."""
+    """The published runs with so many environments, as lines of a sweep: ours of Gymnasium, then EnvPool."""
     path, runs = RESULTS / "environments.jsonl", []
     lines = results.read(path, check) if path.exists() else []
     for backend, kind in (("gymnasium", "environments"), ("envpool", "environments (ours: EnvPool's)")):
