@@ -104,10 +104,10 @@ class Args:
 
 
 def command(script: str, mode: str, num_envs: int, seed: int, peers: Path | None) -> list[str]:
-    """The command of a run of at least four rollouts, of SBX after two more, in which JAX compiles."""
+    """The command of a run of at least twelve rollouts, after two more where sb3_sbx.py leaves those out."""
     num_steps, batch_size = SIZES[script](num_envs)
     rollout = num_steps * num_envs
-    rollouts = max(4, STEPS[mode] // rollout) + (2 if mode == "sbx" else 0)
+    rollouts = max(12, STEPS[mode] // rollout) + (2 if mode in ("sb3", "sbx") else 0)
     sizes = {"num-envs": num_envs, "num-steps": num_steps, "total-timesteps": rollouts * rollout}
     sizes |= {"env-id": COLLECTION[script].env_id, "seed": seed}
     minibatches = {"num-minibatches": rollout // batch_size, "update-epochs": EPOCHS[script]}
