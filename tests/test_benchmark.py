@@ -23,7 +23,7 @@ from benchmark import machine, profile_run, terminal
 from benchmark.collection import COLLECTION
 from benchmark.report import __main__ as report
 from benchmark.report import curve, learning, plots, results, tables
-from benchmark.studies import cuda_code
+from benchmark.studies import cuda_code, environments
 from benchmark.sweep import process
 
 
@@ -119,6 +119,17 @@ def test_captured_table_is_of_what_ran_both_eagerly_and_captured():
     lines += [line("both", 4000, steps=20_000), line("eager", 5, **some, algorithm="td3")]
     rows = tables.captured_table(lines).split("\n\n")[0].splitlines()
     assert rows[2:] == ["| sac, World-v0, 12,000 steps | 150 | 2,350 | 15.67 (15.00-16.00) |"]
+
+
+def test_others_with_many_environments_stand_beside_ours_of_both_backends():
+    speeds = {}
+    for line in environments.published_runs(64):
+        modes = speeds.setdefault((line["algorithm"], line["env_id"]), {})
+        modes.setdefault(line["mode"], set()).add(line["sps"])
+    for name in environments.SIZES:
+        in_turn, envpool = (modes for (script, _), modes in speeds.items() if script == name)
+        assert in_turn.keys() == envpool.keys() == {*environments.PEERS, "compile"}
+        assert not in_turn.pop("compile") & envpool.pop("compile") and in_turn == envpool
 
 
 def test_the_returns_of_a_sweep_are_means_over_agents():

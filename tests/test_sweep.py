@@ -387,7 +387,7 @@ def test_cleanrls_scripts_that_its_package_does_not_have_run_from_a_clone(tmp_pa
 
 
 def test_libraries_take_one_thread_where_our_scripts_do():
-    """On a machine of many cores they would be far slower on all."""
+    """Unless told, PyTorch takes all cores."""
     ours = {name for name in COLLECTION if "set_num_threads(1)" in (LEANRL / f"{name}.py").read_text()}
     runs = selection.select(selection.Args(peers=Path(sys.executable)), gpus=[])
     for run in runs:

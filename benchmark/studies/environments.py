@@ -5,8 +5,8 @@
 
 Times the twins with --compile on the CPU, with both values of --env-backend, and, where there is an
 interpreter with requirements/peers.txt, CleanRL, Stable-Baselines3 and SBX with the same rollouts,
-minibatches and epochs. Everything once, then again, R times. Nothing else may run meanwhile; it takes a
-quarter of an hour on two cores. FILE gets a line a run. docs/benchmark.md shows
+minibatches and epochs. Everything once, then again, R times. Nothing else may run meanwhile; it takes
+about half an hour on two cores. FILE gets a line a run. docs/benchmark.md shows
 benchmark/results/environments.jsonl.
 
 Exit status: 0 all runs are timed, 1 some failed, 2 a bad argument.
@@ -77,15 +77,18 @@ def table(lines: list[dict]) -> str:
 
 
 def published_runs(num_envs: int) -> list[dict]:
-    """The published runs with so many environments, as lines of a sweep: ours of Gymnasium, then EnvPool."""
+    """The published runs with so many environments, as lines of a sweep.
+
+    The others' are there twice: beside ours of Gymnasium, and beside ours of EnvPool.
+    """
     path, runs = RESULTS / "environments.jsonl", []
     lines = results.read(path, check) if path.exists() else []
     for backend, kind in (("gymnasium", "environments"), ("envpool", "environments (ours: EnvPool's)")):
         for line in lines:
             if line["num_envs"] == num_envs and line["mode"] in (*PEERS, backend):
+                mode = "compile" if line["mode"] == backend else line["mode"]
                 about = {"algorithm": line["script"], "env_id": f"{line['env_id']}, {num_envs} {kind}"}
-                about |= {"mode": "compile"} if line["mode"] == backend else {}
-                runs.append(line | about)
+                runs.append(line | about | {"mode": mode})
     return runs
 
 
