@@ -472,13 +472,8 @@ def test_scripts_for_older_libraries_run(tmp_path):
     (tmp_path / "cleanrl").mkdir()
     (tmp_path / "cleanrl" / "dqn.py").write_text(OF_OLDER_LIBRARIES)
     command = [sys.executable, ROOT / "benchmark" / "peers" / "cleanrl.py", "dqn", "--cleanrl", tmp_path]
-    command += [
-        "--threads=3",
-        "--env-id=CartPole-v1",
-        "--seed=3",
-        "--total-timesteps=20",
-        "--learning-starts=5",
-    ]
+    command += ["--env-id=CartPole-v1", "--seed=3", "--total-timesteps=20", "--learning-starts=5"]
+    command.append("--threads=3")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["sps"] > 0 and summary["device"] == "cpu"

@@ -5,9 +5,8 @@
 
 Times the twins with --compile on the CPU, with both values of --env-backend, and, where there is an
 interpreter with requirements/peers.txt, CleanRL, Stable-Baselines3 and SBX with the same rollouts,
-minibatches and epochs. Everything once, then again, R times. Nothing else may run meanwhile; it takes
-about half an hour on two cores. FILE gets a line a run. docs/benchmark.md shows
-benchmark/results/environments.jsonl.
+minibatches and epochs. Everything once, then again, R times. Nothing else may run meanwhile. FILE gets
+a line a run. docs/benchmark.md shows benchmark/results/environments.jsonl.
 
 Exit status: 0 all runs are timed, 1 some failed, 2 a bad argument.
 """
