@@ -29,7 +29,8 @@ Tags, at each place that differs; docs/tricks.md has a chapter on each:
 - [ranks: one run] rank 0 logs, evaluates and saves; a signal to one ends all after the rollout.
 
 Deviations from the papers:
-- the step that only resets a game, or goes on after a lost life, is no transition and is masked out;
+- the step after an end, of a life as well, is no transition and is masked out (NEXT_STEP autoreset): the
+  `reset` of EnvPool would start a new game where only a life is lost;
 - a truncated game bootstraps from the value of its final observation.
 """
 
@@ -581,7 +582,7 @@ if __name__ == "__main__":
         """Mean of x over the rows with valid = 1, 0-dim; 0 if there are none."""
         return (x * valid).sum() / valid.sum().clamp(min=1)
 
-    def gae(rewards: Tensor, values: Tensor, terminated: Tensor, valid: Tensor) -> Tensor:
+    def masked_gae(rewards: Tensor, values: Tensor, terminated: Tensor, valid: Tensor) -> Tensor:
         """Generalised advantage estimates, (T, n, 1) (Schulman et al., arXiv:1506.02438, equation 16).
 
         rewards, terminated: (T, n, 1). values, valid: (T + 1, n, 1), with the last obs. Where a row is not
@@ -605,7 +606,7 @@ if __name__ == "__main__":
             rows = split(buffer, columns)
             _, last_values = agent(rollout_obs[-1])
             values = torch.cat([rows["values"][:-1], last_values[None]])
-            advantages = gae(rows["rewards"][:-1], values, rows["terminated"][:-1], rows["valid"])
+            advantages = masked_gae(rows["rewards"][:-1], values, rows["terminated"][:-1], rows["valid"])
             targets = advantages + values[:-1]
             rows |= {"advantages": advantages, "targets": targets}
             parts = [rows[name][: args.num_steps] for name in batch_columns]

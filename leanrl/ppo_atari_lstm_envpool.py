@@ -15,7 +15,8 @@ Run:    python ppo_atari_lstm_envpool.py --env-id Breakout-v5
 Twin:   ppo_atari_lstm_envpool_torchcompile.py computes the same, compiled and captured. Read their diff.
 
 Deviations from the papers:
-- the step that only resets a game, or goes on after a lost life, is no transition and is masked out;
+- the step after an end, of a life as well, is no transition and is masked out (NEXT_STEP autoreset): the
+  `reset` of EnvPool would start a new game where only a life is lost;
 - a truncated game bootstraps from the value of its final observation, with the memory of that game;
 - the memory is forgotten where a game begins and after a lost life.
 """
@@ -498,7 +499,7 @@ if __name__ == "__main__":
         """Mean of x over the rows with valid = 1, 0-dim; 0 if there are none."""
         return (x * valid).sum() / valid.sum().clamp(min=1)
 
-    def gae(rewards: Tensor, values: Tensor, terminated: Tensor, valid: Tensor) -> Tensor:
+    def masked_gae(rewards: Tensor, values: Tensor, terminated: Tensor, valid: Tensor) -> Tensor:
         """Generalised advantage estimates, (T, n, 1) (Schulman et al., arXiv:1506.02438, equation 16).
 
         rewards, terminated: (T, n, 1). values, valid: (T + 1, n, 1), with the last obs. Where a row is not
@@ -518,7 +519,7 @@ if __name__ == "__main__":
             rows = split(buffer, columns)
             _, last_values, _ = agent(rollout_obs[-1:], rows["keep"][-1:], memory)
             values = torch.cat([rows["values"][:-1], last_values])
-            advantages = gae(rows["rewards"][:-1], values, rows["terminated"][:-1], rows["valid"])
+            advantages = masked_gae(rows["rewards"][:-1], values, rows["terminated"][:-1], rows["valid"])
             targets = advantages + values[:-1]
             rows |= {"advantages": advantages, "targets": targets}
             parts = [rows[name][: args.num_steps] for name in batch_columns]

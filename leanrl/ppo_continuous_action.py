@@ -15,7 +15,6 @@ Run:    python ppo_continuous_action.py --env-id HalfCheetah-v4
 Twin:   ppo_continuous_action_torchcompile.py computes the same, compiled and captured. Read their diff.
 
 Deviations from the papers:
-- the step that only resets an environment is no transition and is masked out;
 - a truncated episode bootstraps from the value of its final observation;
 - all environments share one normaliser of observations;
 - rewards are scaled once a rollout, by the deviation of discounted returns that begin with each episode.
@@ -115,11 +114,9 @@ def make_env(args: Args, videos: Path | None = None) -> gym.Env:
             env = gym.wrappers.FilterObservation(env, args.obs_keys) if args.obs_keys else env
         except (TypeError, ValueError) as error:
             refuse(f"--obs-keys: {error}")
-        obs = env.observation_space
-        if not obs.is_np_flattenable:
-            refuse(f"--env-id takes observations that can be flattened, not {obs}")
-        is_vector = isinstance(obs, gym.spaces.Box) and len(obs.shape) == 1
-        env = env if is_vector else gym.wrappers.FlattenObservation(env)  # costs 2 of the 87 us of a step
+        if not env.observation_space.is_np_flattenable:
+            refuse(f"--env-id takes observations that can be flattened, not {env.observation_space}")
+        env = gym.wrappers.FlattenObservation(env)
     return film(args, clip_actions(env), videos)
 
 
@@ -132,14 +129,14 @@ def clip_actions(env: gym.Env) -> gym.Env:
 
 
 def make_envs(args: Args, seeds: list[int], videos: Path | None) -> gym.Env | SyncVectorEnv:
-    """Build all environments; the step after the end of an episode only resets (NEXT_STEP autoreset)."""
+    """Build all environments; the step that ends an episode also resets its environment (SAME_STEP)."""
     if args.env_backend == "gymnasium":
         env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(args.num_envs)]
-        return Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
+        return Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
     if videos:
         make_env(args, videos).close()  # refuses what does not render before all else
         print("--capture-video: of EnvPool's environments only evaluation is filmed", file=sys.stderr)
-    return clip_actions(Pool(args, seeds))
+    return clip_actions(SameStep(args, seeds))
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -448,6 +445,19 @@ class Pool(gym.Wrapper):
         return self.env.render(env_ids=[0])[0]
 
 
+class SameStep(Pool):
+    """A pool of which the step that ends an episode also resets its environment; infos are Gymnasium's."""
+
+    def step(self, actions: np.ndarray) -> tuple:
+        obs, rewards, terminated, truncated, infos = super().step(actions)
+        over = np.flatnonzero(terminated | truncated)
+        infos = {index: {"final_obs": obs[index], "final_info": infos.get(index, {})} for index in over}
+        if len(over):
+            obs = obs.copy()
+            obs[over] = self.vectors(self.env.reset(over)[0])
+        return obs, rewards, terminated, truncated, infos
+
+
 if __name__ == "__main__":
     # ---- Setup ---------------------------------------------------------------------------------------------
     args, checkpoint = parse_args()
@@ -496,16 +506,15 @@ if __name__ == "__main__":
     state = {"agent": agent, "optimizer": optimizer}
     for name, moments in {"obs_moments": obs_moments, "return_moments": return_moments}.items():
         state[name] = nn.ParameterDict({key: torch.from_numpy(array) for key, array in vars(moments).items()})
-    # Columns of a rollout, with a row for each step and one for the last obs, and of the batch made of it.
-    columns = {"obs": obs_dim, "actions": action_dim, "rewards": 1, "terminated": 1, "valid": 1}
+    # Columns of a rollout, in which a row is a whole transition, and of the batch made of it.
+    columns = {"obs": obs_dim, "actions": action_dim, "rewards": 1, "terminated": 1, "done": 1}
+    columns |= {"next_obs": obs_dim}  # what ended an episode, where one ended
     batch_columns = {"obs": obs_dim, "actions": action_dim, "log_prob": 1, "advantages": 1, "targets": 1}
-    batch_columns |= {"values": 1, "valid": 1}
-    rollout = torch.zeros(args.num_steps + 1, args.num_envs, sum(columns.values()))
-    steps = {name: column.numpy() for name, column in split(rollout, columns).items()}
-    rollout_obs, rollout_actions, rollout_valid = steps["obs"], steps["actions"], steps["valid"][:, :, 0]
-    rollout_rewards, rollout_terminated = steps["rewards"][:, :, 0], steps["terminated"][:, :, 0]
+    batch_columns |= {"values": 1}
+    rollout = np.zeros((args.num_steps, args.num_envs, sum(columns.values())), np.float32)
+    rollout_rewards = split(torch.from_numpy(rollout), columns)["rewards"].numpy()
     rollout_returns = np.zeros((args.num_steps, args.num_envs))  # discounted, to scale rewards with
-    buffer = torch.zeros_like(rollout, device=device)
+    buffer = torch.zeros(rollout.shape, device=device)
     batch = torch.zeros(batch_size, sum(batch_columns.values()), device=device)
     losses: dict[str, Tensor] = {}  # the latest, for the log
 
@@ -522,62 +531,47 @@ if __name__ == "__main__":
         with torch.no_grad():
             return agent.actor_mean(obs)[0].float().cpu().numpy()
 
-    def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
-        """Mean of x over the rows with valid = 1, 0-dim; 0 if there are none."""
-        return (x * valid).sum() / valid.sum().clamp(min=1)
-
-    def gae(rewards: Tensor, values: Tensor, terminated: Tensor, valid: Tensor) -> Tensor:
-        """Generalised advantage estimates, (T, n, 1) (Schulman et al., arXiv:1506.02438, equation 16).
-
-        rewards, terminated: (T, n, 1). values, valid: (T + 1, n, 1), with the last obs. Where a row is not
-        valid its step only reset the environment: the recursion stops on both sides of it, and a truncated
-        episode bootstraps from its observation, the final one.
-        """
-        deltas = rewards + args.gamma * (1 - terminated) * values[1:] - values[:-1]
-        deltas, discounts = valid[:-1] * deltas, args.gamma * args.gae_lambda * valid[:-1] * valid[1:]
-        advantages = torch.zeros_like(values)
-        for t in reversed(range(args.num_steps)):
-            advantages[t] = deltas[t] + discounts[t] * advantages[t + 1]
-        return advantages[:-1]
+    def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor) -> Tensor:
+        """Generalised advantage estimates (Schulman et al., arXiv:1506.02438, equation 16), all (T, n, 1)."""
+        deltas = rewards + args.gamma * (1 - terminated) * next_values - values
+        discounts = args.gamma * args.gae_lambda * (1 - done)
+        advantages = deltas.clone()
+        for t in reversed(range(args.num_steps - 1)):
+            advantages[t] += discounts[t] * advantages[t + 1]
+        return advantages
 
     def prepare() -> None:
         """Make of the rollout the batch to learn from: log-probabilities, values, advantages and targets."""
         with torch.no_grad():
             rows = split(buffer, columns)
             mean, log_std, values = agent(rows["obs"])
+            next_values = agent.critic(rows["next_obs"]).float()
             log_prob = normal_log_prob(rows["actions"], mean, log_std)
-            advantages = gae(rows["rewards"][:-1], values, rows["terminated"][:-1], rows["valid"])
-            targets = advantages + values[:-1]
+            advantages = gae(rows["rewards"], values, next_values, rows["terminated"], rows["done"])
+            targets = advantages + values
             rows |= {"log_prob": log_prob, "values": values, "advantages": advantages, "targets": targets}
-            parts = [rows[name][: args.num_steps] for name in batch_columns]
-            batch.copy_(torch.cat(parts, dim=2).view(batch_size, -1))
-
-            values, valid = values[:-1], rows["valid"][:-1]
-            error = targets - values
-            unexplained = masked_mean((error - masked_mean(error, valid)).square(), valid)
-            variance = masked_mean((targets - masked_mean(targets, valid)).square(), valid)
-            record(explained_variance=1 - unexplained / variance.clamp(min=1e-8))
+            batch.copy_(torch.cat([rows[name] for name in batch_columns], dim=2).view(batch_size, -1))
+            unexplained = (targets - values).var(correction=0)
+            record(explained_variance=1 - unexplained / targets.var(correction=0).clamp(min=1e-8))
 
     def update(indices: Tensor) -> None:
         """One gradient step on the rows `indices` of the batch, (minibatch_size,)."""
         rows = split(batch.index_select(0, indices), batch_columns)
-        advantages, valid = rows["advantages"], rows["valid"]
+        advantages = rows["advantages"]
         if args.norm_adv:
-            centred = advantages - masked_mean(advantages, valid)
-            variance = (centred.square() * valid).sum() / (valid.sum() - 1).clamp(min=1)
-            advantages = centred / (variance.sqrt() + 1e-8)
+            advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
         mean, log_std, values = agent(rows["obs"])
         log_ratio = normal_log_prob(rows["actions"], mean, log_std) - rows["log_prob"]
         ratio = log_ratio.exp()
         clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
         policy_losses = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)  # PPO, equation 7
-        policy_loss = masked_mean(policy_losses, valid)
+        policy_loss = policy_losses.mean()
         value_errors = (values - rows["targets"]).square()
         if args.clip_vloss:
             change = (values - rows["values"]).clamp(-args.clip_coef, args.clip_coef)
             value_errors = torch.maximum(value_errors, (rows["values"] + change - rows["targets"]).square())
-        value_loss = 0.5 * masked_mean(value_errors, valid)
+        value_loss = 0.5 * value_errors.mean()
         entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
         loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss  # PPO, equation 9
         optimizer.zero_grad()
@@ -588,9 +582,9 @@ if __name__ == "__main__":
         log_ratio, ratio = log_ratio.detach(), ratio.detach()
         record(policy_loss=policy_loss, value_loss=value_loss, entropy=entropy)
         # k1 and k3 of Schulman, "Approximating KL Divergence" (2020), and the share of clipped ratios.
-        record(old_approx_kl=masked_mean(-log_ratio, valid))
-        record(approx_kl=masked_mean(ratio - 1 - log_ratio, valid))
-        record(clipfrac=masked_mean(((ratio - 1).abs() > args.clip_coef).float(), valid))
+        record(old_approx_kl=-log_ratio.mean())
+        record(approx_kl=(ratio - 1 - log_ratio).mean())
+        record(clipfrac=((ratio - 1).abs() > args.clip_coef).float().mean())
 
     def record(**values: Tensor) -> None:
         """Keep the latest values for the log; nothing waits for the device here."""
@@ -612,8 +606,8 @@ if __name__ == "__main__":
     next_obs, _ = envs.reset(seed=env_seeds)
     if not args.resume and not args.evaluate:
         obs_moments.update(next_obs)
-    rollout_obs[-1], rollout_valid[-1] = obs_moments.standardise(next_obs), 1  # a rollout begins with it
-    valid, discounted_return = np.ones(args.num_envs, dtype=bool), np.zeros(args.num_envs)
+    obs = obs_moments.standardise(next_obs).astype(np.float32)
+    discounted_return = np.zeros(args.num_envs)
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
 
     last = bool(args.evaluate) or global_step + batch_size > args.total_timesteps
@@ -638,39 +632,42 @@ if __name__ == "__main__":
     sps, sps_step, sps_time = None, global_step, time.perf_counter()
     with closing(envs), writer, bar:
         while not last:
-            remaining = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
+            iteration = global_step // batch_size
+            remaining = 1 - iteration / (args.total_timesteps // batch_size) if args.anneal_lr else 1
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
-            rollout[0] = rollout[-1]
             std = agent.actor_logstd.detach().exp().cpu()  # sync
             noise = (torch.randn(args.num_steps, args.num_envs, action_dim) * std).numpy()
             for step in range(args.num_steps):
-                actions = policy(rollout_obs[step]) + noise[step]
+                actions = policy(obs) + noise[step]
                 next_obs, rewards, terminated, truncated, infos = envs.step(actions)
-                rollout_actions[step], rollout_rewards[step] = actions, rewards
-                rollout_terminated[step] = terminated
-                global_step += int(np.count_nonzero(valid))
+                done, final_obs = terminated | truncated, next_obs.copy()
+                global_step += args.num_envs
                 episode_return += rewards
-                episode_length += valid
-                for index in np.flatnonzero(terminated | truncated):
+                episode_length += 1
+                for index in np.flatnonzero(done):
+                    final_obs[index], info = infos[index]["final_obs"], infos[index]["final_info"]
                     returns.append(episode_return[index].item())
                     writer.add_scalar("charts/episodic_return", returns[-1], global_step)
                     writer.add_scalar("charts/episodic_length", episode_length[index], global_step)
                     episode_return[index] = episode_length[index] = 0
-                    if "is_success" in infos.get(index, {}):
-                        successes.append(float(np.all(infos[index]["is_success"])))
+                    if "is_success" in info:
+                        successes.append(float(np.all(info["is_success"])))
                         writer.add_scalar("charts/success_rate", np.mean(successes[-100:]), global_step)
-                rollout_returns[step] = discounted_return = rewards + args.gamma * discounted_return * valid
-                rollout_valid[step + 1] = valid = ~(terminated | truncated)  # else the next step only resets
-                obs_moments.update(next_obs[valid])
-                rollout_obs[step + 1] = obs_moments.standardise(next_obs)
-                if not math.isfinite(next_obs.sum(dtype=float) + rewards.sum()):  # a sum keeps NaN, infinity
+                rollout_returns[step] = discounted_return = rewards + args.gamma * discounted_return
+                discounted_return[done] = 0
+                obs_moments.update(np.concatenate([final_obs, next_obs[done]]))
+                final_obs = obs_moments.standardise(final_obs)
+                transitions = [obs, actions, rewards[:, None], terminated[:, None], done[:, None], final_obs]
+                rollout[step] = np.concatenate(transitions, axis=1)
+                if not np.isfinite(rollout[step]).all():
                     sys.exit(
                         f"{Path(__file__).name}: error: a transition is not finite at step {global_step}"
                     )
+                obs = obs_moments.standardise(next_obs).astype(np.float32)
 
-            return_moments.update(rollout_returns[rollout_valid[:-1] > 0][:, None])
-            rollout_rewards[:-1] = (rollout_rewards[:-1] / return_moments.std()).clip(-10, 10)
-            buffer.copy_(rollout, non_blocking=True)  # the log waits for it before the rollout changes
+            return_moments.update(rollout_returns.reshape(-1, 1))
+            rollout_rewards[:] = (rollout_rewards / return_moments.std()).clip(-10, 10)
+            buffer.copy_(torch.from_numpy(rollout), non_blocking=True)  # log_losses waits for it
             prepare()
             for _ in range(args.update_epochs):
                 for indices in torch.randperm(batch_size, device=device).chunk(args.num_minibatches):

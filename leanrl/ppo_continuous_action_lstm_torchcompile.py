@@ -28,7 +28,6 @@ Tags, at each place that differs; docs/tricks.md has a chapter on each:
 - [fast: scan by doubling] advantages take log2(T) operations in place of T.
 
 Deviations from the papers:
-- the step that only resets an environment is no transition and is masked out;
 - a truncated episode bootstraps from the value of its final observation, with the memory of that episode;
 - policy and value have a memory each, which is forgotten where an episode begins;
 - all environments share one normaliser of observations;
@@ -147,11 +146,9 @@ def make_env(args: Args, videos: Path | None = None) -> gym.Env:
             env = gym.wrappers.FilterObservation(env, args.obs_keys) if args.obs_keys else env
         except (TypeError, ValueError) as error:
             refuse(f"--obs-keys: {error}")
-        obs = env.observation_space
-        if not obs.is_np_flattenable:
-            refuse(f"--env-id takes observations that can be flattened, not {obs}")
-        is_vector = isinstance(obs, gym.spaces.Box) and len(obs.shape) == 1
-        env = env if is_vector else gym.wrappers.FlattenObservation(env)  # costs 2 of the 87 us of a step
+        if not env.observation_space.is_np_flattenable:
+            refuse(f"--env-id takes observations that can be flattened, not {env.observation_space}")
+        env = gym.wrappers.FlattenObservation(env)
     return Episodes(film(args, clip_actions(env), videos))
 
 
@@ -164,14 +161,14 @@ def clip_actions(env: gym.Env) -> gym.Env:
 
 
 def make_envs(args: Args, seeds: list[int], videos: Path | None) -> gym.Env | SyncVectorEnv:
-    """Build all environments; the step after the end of an episode only resets (NEXT_STEP autoreset)."""
+    """Build all environments; the step that ends an episode also resets its environment (SAME_STEP)."""
     if args.env_backend == "gymnasium":
         env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(args.num_envs)]
-        return Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
+        return Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
     if videos:
         make_env(args, videos).close()  # refuses what does not render before all else
         print("--capture-video: of EnvPool's environments only evaluation is filmed", file=sys.stderr)
-    return clip_actions(Pool(args, seeds))
+    return clip_actions(SameStep(args, seeds))
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -706,6 +703,19 @@ class Pool(gym.Wrapper):
         return self.env.render(env_ids=[0])[0]
 
 
+class SameStep(Pool):
+    """A pool of which the step that ends an episode also resets its environment; infos are Gymnasium's."""
+
+    def step(self, actions: np.ndarray) -> tuple:
+        obs, rewards, terminated, truncated, infos = super().step(actions)
+        over = np.flatnonzero(terminated | truncated)
+        infos = {index: {"final_obs": obs[index], "final_info": infos.get(index, {})} for index in over}
+        if len(over):
+            obs = obs.copy()
+            obs[over] = self.vectors(self.env.reset(over)[0])
+        return obs, rewards, terminated, truncated, infos
+
+
 if __name__ == "__main__":
     # ---- Setup ---------------------------------------------------------------------------------------------
     args, checkpoint = parse_args()
@@ -762,14 +772,15 @@ if __name__ == "__main__":
     for name, moments in {"obs_moments": obs_moments, "return_moments": return_moments}.items():
         state[name] = nn.ParameterDict({key: torch.from_numpy(array) for key, array in vars(moments).items()})
     # Columns of a rollout, with a row for each step and one for the last obs, and of the batch made of it.
-    columns = {"obs": obs_dim, "actions": action_dim, "rewards": 1, "terminated": 1, "valid": 1, "keep": 1}
+    columns = {"obs": obs_dim, "actions": action_dim, "rewards": 1, "terminated": 1, "bootstrap": 1}
+    columns |= {"keep": 1}  # 0 where obs is the first of an episode
     batch_columns = {"obs": obs_dim, "actions": action_dim, "log_prob": 1, "advantages": 1, "targets": 1}
-    batch_columns |= {"values": 1, "valid": 1, "keep": 1}
+    batch_columns |= {"values": 1, "keep": 1}
     rollout = torch.zeros(args.num_steps + 1, args.num_envs, sum(columns.values()))
     steps = {name: column.numpy() for name, column in split(rollout, columns).items()}
-    rollout_obs, rollout_actions, rollout_valid = steps["obs"], steps["actions"], steps["valid"][:, :, 0]
+    rollout_obs, rollout_actions, rollout_keep = steps["obs"], steps["actions"], steps["keep"]
     rollout_rewards, rollout_terminated = steps["rewards"][:, :, 0], steps["terminated"][:, :, 0]
-    rollout_keep = steps["keep"]
+    rollout_bootstrap = steps["bootstrap"]
     rollout_returns = np.zeros((args.num_steps, args.num_envs))  # discounted, to scale rewards with
     buffer = torch.zeros_like(rollout, device=device)
     batch = torch.zeros(args.num_steps, args.num_envs, sum(batch_columns.values()), device=device)
@@ -797,6 +808,19 @@ if __name__ == "__main__":
             keep = torch.from_numpy(keep).to(device, non_blocking=True)
             return act(obs, keep).cpu().numpy()  # sync
 
+    def bootstrap(step: int, cut: np.ndarray, final_obs: np.ndarray) -> np.ndarray:
+        """Values (k, 1) of the observations (k, obs_dim) that cut the episodes of environments `cut`, (k,).
+
+        The memory that belongs to them comes from the rollout, taken in once more up to this step.
+        """
+        final_obs = obs_moments.standardise(final_obs)
+        obs = np.concatenate([rollout_obs[: step + 1, cut], final_obs[None].astype(np.float32)])
+        keep = np.concatenate([rollout_keep[: step + 1, cut], np.ones((1, len(cut), 1), np.float32)])
+        with torch.no_grad():
+            obs, keep = torch.from_numpy(obs).to(device), torch.from_numpy(keep).to(device)
+            values, _ = agent.critic(obs, keep, first_memory[1, cut])
+            return values[-1].cpu().numpy()  # sync
+
     def best_action(env: Episodes, obs: np.ndarray) -> np.ndarray:
         """The policy's mean action, (action_dim,), at one observation, (obs_dim,), the latest one of env."""
         obs = torch.from_numpy(obs_moments.standardise(obs[None, None]).astype(np.float32)).to(device)
@@ -806,19 +830,10 @@ if __name__ == "__main__":
             eval_memory.copy_(new_memory)
             return mean[0, 0].cpu().numpy()
 
-    def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
-        """Mean of x over the rows with valid = 1, 0-dim; 0 if there are none."""
-        return (x * valid).sum() / valid.sum().clamp(min=1)
-
-    def gae(rewards: Tensor, values: Tensor, terminated: Tensor, valid: Tensor) -> Tensor:
-        """Generalised advantage estimates, (T, n, 1) (Schulman et al., arXiv:1506.02438, equation 16).
-
-        rewards, terminated: (T, n, 1). values, valid: (T + 1, n, 1), with the last obs. Where a row is not
-        valid its step only reset the environment: the recursion stops on both sides of it, and a truncated
-        episode bootstraps from its observation, the final one.
-        """
-        deltas = rewards + args.gamma * (1 - terminated) * values[1:] - values[:-1]
-        deltas, discounts = valid[:-1] * deltas, args.gamma * args.gae_lambda * valid[:-1] * valid[1:]
+    def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor) -> Tensor:
+        """Generalised advantage estimates (Schulman et al., arXiv:1506.02438, equation 16), all (T, n, 1)."""
+        deltas = rewards + args.gamma * (1 - terminated) * next_values - values
+        discounts = args.gamma * args.gae_lambda * (1 - done)
         # [fast: scan by doubling] After k rounds an estimate holds 2^k terms. For 2048 steps 0.2 ms, not 9.
         advantages, shift = deltas, 1
         while shift < args.num_steps:
@@ -832,31 +847,26 @@ if __name__ == "__main__":
         """Make of the rollout the batch to learn from: log-probabilities, values, advantages and targets."""
         with torch.no_grad():
             rows = split(buffer, columns)
-            mean, log_std, values, new_memory = agent(rows["obs"][:-1], rows["keep"][:-1], first_memory)
+            last_obs, last_keep, done = rows["obs"][-1:], rows["keep"][-1:], 1 - rows["keep"][1:]
+            rows = {name: column[:-1] for name, column in rows.items()}
+            mean, log_std, values, new_memory = agent(rows["obs"], rows["keep"], first_memory)
             memory.copy_(new_memory)  # the policy's is there already, up to rounding
-            *_, last_values, _ = agent(rows["obs"][-1:], rows["keep"][-1:], memory)
-            log_prob = normal_log_prob(rows["actions"][:-1], mean, log_std)
-            values = torch.cat([values, last_values])
-            advantages = gae(rows["rewards"][:-1], values, rows["terminated"][:-1], rows["valid"])
-            targets = advantages + values[:-1]
+            *_, last_values, _ = agent(last_obs, last_keep, memory)
+            next_values = torch.where(done > 0, rows["bootstrap"], torch.cat([values[1:], last_values]))
+            log_prob = normal_log_prob(rows["actions"], mean, log_std)
+            advantages = gae(rows["rewards"], values, next_values, rows["terminated"], done)
+            targets = advantages + values
             rows |= {"log_prob": log_prob, "values": values, "advantages": advantages, "targets": targets}
-            parts = [rows[name][: args.num_steps] for name in batch_columns]
-            batch.copy_(torch.cat(parts, dim=2))
-
-            values, valid = values[:-1], rows["valid"][:-1]
-            error = targets - values
-            unexplained = masked_mean((error - masked_mean(error, valid)).square(), valid)
-            variance = masked_mean((targets - masked_mean(targets, valid)).square(), valid)
-            record(explained_variance=1 - unexplained / variance.clamp(min=1e-8))
+            batch.copy_(torch.cat([rows[name] for name in batch_columns], dim=2))
+            unexplained = (targets - values).var(correction=0)
+            record(explained_variance=1 - unexplained / targets.var(correction=0).clamp(min=1e-8))
 
     def update(indices: Tensor) -> None:
         """One gradient step on all steps of the environments `indices`, (num_envs / num_minibatches,)."""
         rows = split(batch.index_select(1, indices), batch_columns)
-        advantages, valid = rows["advantages"], rows["valid"]
+        advantages = rows["advantages"]
         if args.norm_adv:
-            centred = advantages - masked_mean(advantages, valid)
-            variance = (centred.square() * valid).sum() / (valid.sum() - 1).clamp(min=1)
-            advantages = centred / (variance.sqrt() + 1e-8)
+            advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
         initial = first_memory.index_select(1, indices)
         mean, log_std, values, _ = flat_agent(rows["obs"], rows["keep"], initial)  # [fast: flat]
@@ -864,12 +874,12 @@ if __name__ == "__main__":
         ratio = log_ratio.exp()
         clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
         policy_losses = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)  # PPO, equation 7
-        policy_loss = masked_mean(policy_losses, valid)
+        policy_loss = policy_losses.mean()
         value_errors = (values - rows["targets"]).square()
         if args.clip_vloss:
             change = (values - rows["values"]).clamp(-args.clip_coef, args.clip_coef)
             value_errors = torch.maximum(value_errors, (rows["values"] + change - rows["targets"]).square())
-        value_loss = 0.5 * masked_mean(value_errors, valid)
+        value_loss = 0.5 * value_errors.mean()
         entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
         loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss  # PPO, equation 9
         optimizer.minimize(loss)  # [fast: flat]
@@ -877,9 +887,9 @@ if __name__ == "__main__":
         log_ratio, ratio = log_ratio.detach(), ratio.detach()
         record(policy_loss=policy_loss, value_loss=value_loss, entropy=entropy)
         # k1 and k3 of Schulman, "Approximating KL Divergence" (2020), and the share of clipped ratios.
-        record(old_approx_kl=masked_mean(-log_ratio, valid))
-        record(approx_kl=masked_mean(ratio - 1 - log_ratio, valid))
-        record(clipfrac=masked_mean(((ratio - 1).abs() > args.clip_coef).float(), valid))
+        record(old_approx_kl=-log_ratio.mean())
+        record(approx_kl=(ratio - 1 - log_ratio).mean())
+        record(clipfrac=((ratio - 1).abs() > args.clip_coef).float().mean())
 
     def record(**values: Tensor) -> None:
         """Keep the latest values for the log; nothing waits for the device here."""
@@ -931,8 +941,8 @@ if __name__ == "__main__":
     next_obs, _ = envs.reset(seed=env_seeds)
     if not args.resume and not args.evaluate:
         obs_moments.update(next_obs)
-    rollout_obs[-1], rollout_valid[-1] = obs_moments.standardise(next_obs), 1  # a rollout begins with it
-    valid, discounted_return = np.ones(args.num_envs, dtype=bool), np.zeros(args.num_envs)
+    rollout_obs[-1] = obs_moments.standardise(next_obs)  # a rollout begins with it
+    discounted_return = np.zeros(args.num_envs)
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
 
     last = bool(args.evaluate) or global_step + batch_size > args.total_timesteps
@@ -957,7 +967,8 @@ if __name__ == "__main__":
     sps, sps_step, sps_time = None, global_step, time.perf_counter()
     with closing(envs), writer, bar:
         while not last:
-            remaining = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
+            iteration = global_step // batch_size
+            remaining = 1 - iteration / (args.total_timesteps // batch_size) if args.anneal_lr else 1
             annealed_lr.fill_(args.learning_rate * remaining)  # [fast: numbers as tensors]
             rollout[0] = rollout[-1]
             first_memory.copy_(memory)
@@ -967,29 +978,34 @@ if __name__ == "__main__":
                 actions = policy(rollout_obs[step], rollout_keep[step]) + noise[step]
                 next_obs, rewards, terminated, truncated, infos = envs.step(actions)
                 rollout_actions[step], rollout_rewards[step] = actions, rewards
-                rollout_terminated[step] = terminated
-                global_step += int(np.count_nonzero(valid))
+                rollout_terminated[step], done = terminated, terminated | truncated
+                final_obs = next_obs.copy()
+                global_step += args.num_envs
                 episode_return += rewards
-                episode_length += valid
-                for index in np.flatnonzero(terminated | truncated):
+                episode_length += 1
+                for index in np.flatnonzero(done):
+                    final_obs[index], info = infos[index]["final_obs"], infos[index]["final_info"]
                     returns.append(episode_return[index].item())
                     writer.add_scalar("charts/episodic_return", returns[-1], global_step)
                     writer.add_scalar("charts/episodic_length", episode_length[index], global_step)
                     episode_return[index] = episode_length[index] = 0
-                    if "is_success" in infos.get(index, {}):
-                        successes.append(float(np.all(infos[index]["is_success"])))
+                    if "is_success" in info:
+                        successes.append(float(np.all(info["is_success"])))
                         writer.add_scalar("charts/success_rate", np.mean(successes[-100:]), global_step)
-                rollout_returns[step] = discounted_return = rewards + args.gamma * discounted_return * valid
-                rollout_keep[step + 1, :, 0] = valid  # a step that only resets leads to a first observation
-                rollout_valid[step + 1] = valid = ~(terminated | truncated)  # else the next step only resets
-                obs_moments.update(next_obs[valid])
+                rollout_returns[step] = discounted_return = rewards + args.gamma * discounted_return
+                discounted_return[done] = 0
+                obs_moments.update(np.concatenate([final_obs, next_obs[done]]))
+                cut = np.flatnonzero(truncated & ~terminated)
+                if len(cut):
+                    rollout_bootstrap[step, cut] = bootstrap(step, cut, final_obs[cut])
+                rollout_keep[step + 1] = ~done[:, None]
                 rollout_obs[step + 1] = obs_moments.standardise(next_obs)
-                if not math.isfinite(next_obs.sum(dtype=float) + rewards.sum()):  # a sum keeps NaN, infinity
+                if not np.isfinite([final_obs.sum(), next_obs.sum(), rewards.sum()]).all():
                     sys.exit(
                         f"{Path(__file__).name}: error: a transition is not finite at step {global_step}"
                     )
 
-            return_moments.update(rollout_returns[rollout_valid[:-1] > 0][:, None])
+            return_moments.update(rollout_returns.reshape(-1, 1))
             rollout_rewards[:-1] = (rollout_rewards[:-1] / return_moments.std()).clip(-10, 10)
             buffer.copy_(rollout, non_blocking=True)  # the log waits for it before the rollout changes
             prepare()

@@ -26,7 +26,8 @@ Deviations from the paper; the hyper-parameters and the network are CleanRL's:
 - a layer is normalised over all of its features, at all places (authors' code: at each place);
 - 8 environments with rollouts of 128 steps (paper: 128 and 32), which are learnt from four times (twice);
 - epsilon falls with each step of the environments, not with each rollout;
-- the step that only resets a game, or goes on after a lost life, is no transition and is masked out;
+- the step after an end, of a life as well, is no transition and is masked out (NEXT_STEP autoreset): the
+  `reset` of EnvPool would start a new game where only a life is lost;
 - a truncated game bootstraps from the value of its final observation.
 """
 
@@ -551,7 +552,7 @@ if __name__ == "__main__":
         """Mean of x over the rows with valid = 1, 0-dim; 0 if there are none."""
         return (x * valid).sum() / valid.sum().clamp(min=1)
 
-    def lambda_returns(rewards: Tensor, values: Tensor, terminated: Tensor, valid: Tensor) -> Tensor:
+    def masked_lambda_returns(rewards: Tensor, values: Tensor, terminated: Tensor, valid: Tensor) -> Tensor:
         """Returns Q(lambda), (T, n, 1), where V is the highest value (Gallici et al., section 4):
 
         R_t = r_t + gamma ((1 - lambda) V_{t+1} + lambda R_{t+1}), and lambda is 0 after the last step. So
@@ -579,7 +580,7 @@ if __name__ == "__main__":
             last_values = q_network(rollout_obs[-1]).amax(dim=1, keepdim=True)
             values = torch.cat([rows["values"][:-1], last_values[None]])
             rewards, terminated = rows["rewards"][:-1], rows["terminated"][:-1]
-            rows["targets"] = lambda_returns(rewards, values, terminated, rows["valid"])
+            rows["targets"] = masked_lambda_returns(rewards, values, terminated, rows["valid"])
             parts = [rows[name][: args.num_steps] for name in batch_columns]
             batch.copy_(torch.cat(parts, dim=2).view(batch_size, -1))
 

@@ -26,7 +26,6 @@ Tags, at each place that differs; docs/tricks.md has a chapter on each:
 
 Deviations from the paper; the hyper-parameters and the network are CleanRL's:
 - epsilon falls with each step of the environments, not with each rollout;
-- the step that only resets an environment is no transition and is masked out;
 - a truncated episode bootstraps from the value of its final observation.
 """
 
@@ -121,25 +120,23 @@ def make_env(args: Args, videos: Path | None = None) -> gym.Env:
             env = gym.wrappers.FilterObservation(env, args.obs_keys) if args.obs_keys else env
         except (TypeError, ValueError) as error:
             refuse(f"--obs-keys: {error}")
-        obs = env.observation_space
-        if not obs.is_np_flattenable:
-            refuse(f"--env-id takes observations that can be flattened, not {obs}")
-        is_vector = isinstance(obs, gym.spaces.Box) and len(obs.shape) == 1
-        env = env if is_vector else gym.wrappers.FlattenObservation(env)
+        if not env.observation_space.is_np_flattenable:
+            refuse(f"--env-id takes observations that can be flattened, not {env.observation_space}")
+        env = gym.wrappers.FlattenObservation(env)
     if not isinstance(env.action_space, gym.spaces.Discrete):
         refuse(f"--env-id takes Discrete actions, not {env.action_space}")
     return film(args, env, videos)
 
 
 def make_envs(args: Args, seeds: list[int], videos: Path | None) -> gym.Env | SyncVectorEnv:
-    """Build all environments; the step after the end of an episode only resets (NEXT_STEP autoreset)."""
+    """Build all environments; the step that ends an episode also resets its environment (SAME_STEP)."""
     if args.env_backend == "gymnasium":
         env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(args.num_envs)]
-        return Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
+        return Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
     if videos:
         make_env(args, videos).close()  # refuses what does not render before all else
         print("--capture-video: of EnvPool's environments only evaluation is filmed", file=sys.stderr)
-    envs = Pool(args, seeds)
+    envs = SameStep(args, seeds)
     envs.single_action_space = envs.action_space
     if not isinstance(envs.action_space, gym.spaces.Discrete):
         refuse(f"--env-id takes Discrete actions, not {envs.action_space}")
@@ -524,6 +521,19 @@ class Pool(gym.Wrapper):
         return self.env.render(env_ids=[0])[0]
 
 
+class SameStep(Pool):
+    """A pool of which the step that ends an episode also resets its environment; infos are Gymnasium's."""
+
+    def step(self, actions: np.ndarray) -> tuple:
+        obs, rewards, terminated, truncated, infos = super().step(actions)
+        over = np.flatnonzero(terminated | truncated)
+        infos = {index: {"final_obs": obs[index], "final_info": infos.get(index, {})} for index in over}
+        if len(over):
+            obs = obs.copy()
+            obs[over] = self.vectors(self.env.reset(over)[0])
+        return obs, rewards, terminated, truncated, infos
+
+
 if __name__ == "__main__":
     # ---- Setup ---------------------------------------------------------------------------------------------
     args, checkpoint = parse_args()
@@ -571,15 +581,12 @@ if __name__ == "__main__":
     annealed_lr = torch.tensor(args.learning_rate, device=device)  # [fast: numbers as tensors]
     optimizer = RAdam(flat_q_network.params, annealed_lr, max_norm=args.max_grad_norm)
     state = {"q_network": q_network, "optimizer": optimizer}  # what checkpoints hold: add yours
-    # Columns of a rollout, with a row for each step and one for the last obs, and of the batch made of it.
-    columns = {"obs": obs_dim, "actions": 1, "rewards": 1, "terminated": 1, "valid": 1}
-    batch_columns = {"obs": obs_dim, "actions": 1, "targets": 1, "valid": 1}
-    rollout = torch.zeros(args.num_steps + 1, args.num_envs, sum(columns.values()))
-    steps = {name: column.numpy() for name, column in split(rollout, columns).items()}
-    rollout_obs, rollout_actions = steps["obs"], steps["actions"][:, :, 0]
-    rollout_rewards, rollout_terminated = steps["rewards"][:, :, 0], steps["terminated"][:, :, 0]
-    rollout_valid = steps["valid"][:, :, 0]
-    buffer = torch.zeros_like(rollout, device=device)
+    # Columns of a rollout, in which a row is a whole transition, and of the batch made of it.
+    columns = {"obs": obs_dim, "actions": 1, "rewards": 1, "terminated": 1, "done": 1}
+    columns |= {"next_obs": obs_dim}  # what ended an episode, where one ended
+    batch_columns = {"obs": obs_dim, "actions": 1, "targets": 1}
+    rollout = np.zeros((args.num_steps, args.num_envs, sum(columns.values())), np.float32)
+    buffer = torch.zeros(rollout.shape, device=device)
     batch = torch.zeros(batch_size, sum(batch_columns.values()), device=device)
     exploration_steps = args.exploration_fraction * args.total_timesteps
     schedule = partial(linear_schedule, args.start_e, args.end_e, exploration_steps)
@@ -638,48 +645,40 @@ if __name__ == "__main__":
         with torch.no_grad():
             return int(q_network(obs).argmax()) + first_action
 
-    def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
-        """Mean of x over the rows with valid = 1, 0-dim; 0 if there are none."""
-        return (x * valid).sum() / valid.sum().clamp(min=1)
+    def lambda_returns(rewards: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor) -> Tensor:
+        """Returns Q(lambda), where V is the highest value (Gallici et al., section 4), all (T, n, 1):
 
-    def lambda_returns(rewards: Tensor, values: Tensor, terminated: Tensor, valid: Tensor) -> Tensor:
-        """Returns Q(lambda), (T, n, 1), where V is the highest value (Gallici et al., section 4):
-
-        R_t = r_t + gamma ((1 - lambda) V_{t+1} + lambda R_{t+1}), and lambda is 0 after the last step. So
-        R_t - V_t are the advantages of PPO.
-
-        rewards, terminated: (T, n, 1). values, valid: (T + 1, n, 1), with the last obs. Where a row is not
-        valid its step only reset the environment: the recursion stops on both sides of it, and a truncated
-        episode bootstraps from its observation, the final one.
+        R_t = r_t + gamma ((1 - lambda) V_{t+1} + lambda R_{t+1}), and lambda is 0 in the last step of an
+        episode or of the rollout.
         """
-        deltas = rewards + args.gamma * (1 - terminated) * values[1:] - values[:-1]
-        deltas, discounts = valid[:-1] * deltas, args.gamma * args.q_lambda * valid[:-1] * valid[1:]
+        lambdas = args.q_lambda * (1 - done)
+        lambdas[-1] = 0
+        returns = rewards + args.gamma * (1 - terminated) * (1 - lambdas) * next_values
+        discounts = args.gamma * lambdas
         # [fast: scan by doubling] After k rounds a sum holds 2^k terms; docs/tricks.md times it.
-        advantages, shift = deltas, 1
+        shift = 1
         while shift < args.num_steps:
             later = (0, 0, 0, 0, 0, shift)  # rows of zeros where there are none
-            advantages = advantages + discounts * nn.functional.pad(advantages[shift:], later)
+            returns = returns + discounts * nn.functional.pad(returns[shift:], later)
             discounts = discounts * nn.functional.pad(discounts[shift:], later)
             shift *= 2
-        return values[:-1] + advantages
+        return returns
 
     def prepare() -> None:
         """Make of the rollout the batch to learn from, with the returns as targets."""
         with torch.no_grad():
             rows = split(buffer, columns)
-            values = q_network(rows["obs"]).amax(dim=-1, keepdim=True)
-            rewards, terminated = rows["rewards"][:-1], rows["terminated"][:-1]
-            rows["targets"] = lambda_returns(rewards, values, terminated, rows["valid"])
-            parts = [rows[name][: args.num_steps] for name in batch_columns]
-            batch.copy_(torch.cat(parts, dim=2).view(batch_size, -1))
+            next_values = q_network(rows["next_obs"]).amax(dim=-1, keepdim=True)
+            rows["targets"] = lambda_returns(rows["rewards"], next_values, rows["terminated"], rows["done"])
+            batch.copy_(torch.cat([rows[name] for name in batch_columns], dim=2).view(batch_size, -1))
 
     def update(indices: Tensor) -> None:
         """One gradient step on the rows `indices` of the batch, (minibatch_size,)."""
         rows = split(batch.index_select(0, indices), batch_columns)
         q_values = flat_q_network(rows["obs"]).gather(1, rows["actions"].long())  # [fast: flat]
-        loss = masked_mean((q_values - rows["targets"]).square(), rows["valid"])
+        loss = (q_values - rows["targets"]).square().mean()
         optimizer.minimize(loss)  # [fast: flat]
-        record(td_loss=loss, q_values=masked_mean(q_values, rows["valid"]))
+        record(td_loss=loss, q_values=q_values.mean())
 
     def record(**values: Tensor) -> None:
         """Keep the latest values for the log; nothing waits for the device here."""
@@ -717,7 +716,7 @@ if __name__ == "__main__":
         try:
             for _ in range(6 if cudagraphs else 1):  # captured: four warm up, one records, one replays
                 if not act_in_numpy:
-                    torch_policy(rollout_obs[0])
+                    torch_policy(np.zeros((args.num_envs, obs_dim), np.float32))
                 prepare()
                 update(torch.arange(batch_size // args.num_minibatches, device=device))
         except InductorError as error:  # no C++ compiler, no Python.h, a space in a path
@@ -727,9 +726,7 @@ if __name__ == "__main__":
         load_states(state, saved)
 
     torch.manual_seed(seed)
-    next_obs, _ = envs.reset(seed=env_seeds)
-    rollout_obs[-1], rollout_valid[-1] = next_obs, 1  # a rollout begins with it
-    valid = np.ones(args.num_envs, dtype=bool)
+    obs = envs.reset(seed=env_seeds)[0].astype(np.float32)
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
 
     last = bool(args.evaluate) or global_step + batch_size > args.total_timesteps
@@ -754,38 +751,40 @@ if __name__ == "__main__":
     sps, sps_step, sps_time = None, global_step, time.perf_counter()
     with closing(envs), writer, bar:
         while not last:
-            remaining = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
+            iteration = global_step // batch_size
+            remaining = 1 - iteration / (args.total_timesteps // batch_size) if args.anneal_lr else 1
             annealed_lr.fill_(args.learning_rate * remaining)  # [fast: numbers as tensors]
             if act_in_numpy:  # [fast: acting in NumPy] sync: the weights, the same for a whole rollout
                 host_params.copy_(flat_q_network.params.detach())
-            rollout[0] = rollout[-1]
             chances = torch.rand(args.num_steps, args.num_envs).numpy()
             random_actions = torch.randint(num_actions, chances.shape).numpy()
             for step in range(args.num_steps):
-                best_actions = policy(rollout_obs[step]).argmax(axis=1)
+                best_actions = policy(obs).argmax(axis=1)
                 explores = chances[step] < schedule(global_step)
-                rollout_actions[step] = actions = np.where(explores, random_actions[step], best_actions)
+                actions = np.where(explores, random_actions[step], best_actions)
                 next_obs, rewards, terminated, truncated, infos = envs.step(actions + first_action)
-                rollout_rewards[step], rollout_terminated[step] = rewards, terminated
-                global_step += int(np.count_nonzero(valid))
+                done, final_obs = terminated | truncated, next_obs.copy()
+                global_step += args.num_envs
                 episode_return += rewards
-                episode_length += valid
-                for index in np.flatnonzero(terminated | truncated):
+                episode_length += 1
+                for index in np.flatnonzero(done):
+                    final_obs[index], info = infos[index]["final_obs"], infos[index]["final_info"]
                     returns.append(episode_return[index].item())
                     writer.add_scalar("charts/episodic_return", returns[-1], global_step)
                     writer.add_scalar("charts/episodic_length", episode_length[index], global_step)
                     episode_return[index] = episode_length[index] = 0
-                    if "is_success" in infos.get(index, {}):
-                        successes.append(float(np.all(infos[index]["is_success"])))
+                    if "is_success" in info:
+                        successes.append(float(np.all(info["is_success"])))
                         writer.add_scalar("charts/success_rate", np.mean(successes[-100:]), global_step)
-                rollout_valid[step + 1] = valid = ~(terminated | truncated)  # else the next step only resets
-                rollout_obs[step + 1] = next_obs
-                if not math.isfinite(next_obs.sum(dtype=float) + rewards.sum()):  # a sum keeps NaN, infinity
+                scalars = np.stack([actions, rewards, terminated, done], axis=1)
+                rollout[step] = np.concatenate([obs, scalars, final_obs], axis=1)
+                if not np.isfinite(rollout[step]).all():
                     sys.exit(
                         f"{Path(__file__).name}: error: a transition is not finite at step {global_step}"
                     )
+                obs = next_obs.astype(np.float32)
 
-            buffer.copy_(rollout, non_blocking=True)  # the log waits for it before the rollout changes
+            buffer.copy_(torch.from_numpy(rollout), non_blocking=True)  # log_losses waits for it
             prepare()
             for _ in range(args.update_epochs):
                 for indices in torch.randperm(batch_size, device=device).chunk(args.num_minibatches):
