@@ -769,7 +769,7 @@ if __name__ == "__main__":
             scalars[:, 0], scalars[:, 1], scalars[:, 2] = actions, rewards, terminated
             rows = np.concatenate([scalars.view(obs_dtype), obs, final_obs], axis=1, dtype=obs_dtype)
             if not np.isfinite(rows if obs_dtype == np.float32 else scalars).all():
-                sys.exit(f"{Path(__file__).name}: error: a transition is not finite at step {global_step}")
+                sys.exit(f"{Path(__file__).name}: error: a row is not finite at step {global_step}")
             buffer[position : position + args.num_envs].copy_(torch.from_numpy(rows), non_blocking=True)
             size.fill_(min(global_step, capacity))  # [fast: numbers as tensors]
             obs = next_obs.astype(obs_dtype)

@@ -877,7 +877,7 @@ if __name__ == "__main__":
             transitions = [obs, actions, outcomes, final_obs]
             rows = np.concatenate(transitions, axis=1, dtype=np.float32)
             if not np.isfinite(rows).all():
-                sys.exit(f"{Path(__file__).name}: error: a transition is not finite at step {global_step}")
+                sys.exit(f"{Path(__file__).name}: error: a row is not finite at step {global_step}")
             buffer[position : position + args.num_envs].copy_(torch.from_numpy(rows), non_blocking=True)
             written.fill_(global_step)  # [fast: numbers as tensors]
             size.fill_(min(global_step, capacity))

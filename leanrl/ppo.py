@@ -436,6 +436,7 @@ if __name__ == "__main__":
         refuse(f"--num-minibatches takes a smaller divisor of {batch_size}, got {args.num_minibatches}")
     if not args.evaluate and args.total_timesteps < batch_size:
         refuse(f"--total-timesteps has to hold a rollout of {batch_size}, got {args.total_timesteps}")
+    total_steps = args.total_timesteps // batch_size * batch_size  # of whole rollouts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     if args.cuda and device.type == "cpu":
         print("CUDA is not available: running on the CPU", file=sys.stderr)
@@ -602,8 +603,7 @@ if __name__ == "__main__":
     sps, sps_step, sps_time = None, global_step, time.perf_counter()
     with closing(envs), writer, bar:
         while not last:
-            iteration = global_step // batch_size
-            remaining = 1 - iteration / (args.total_timesteps // batch_size) if args.anneal_lr else 1
+            remaining = 1 - global_step / total_steps if args.anneal_lr else 1
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
             # With Gumbel's noise on the logits the highest one is a draw from their softmax (Gumbel, 1954).
             noise = -torch.empty(args.num_steps, args.num_envs, sum(nvec)).exponential_().log().numpy()
@@ -627,9 +627,7 @@ if __name__ == "__main__":
                 transitions = [obs, choices, rewards[:, None], terminated[:, None], done[:, None], final_obs]
                 rollout[step] = np.concatenate(transitions, axis=1)
                 if not np.isfinite(rollout[step]).all():
-                    sys.exit(
-                        f"{Path(__file__).name}: error: a transition is not finite at step {global_step}"
-                    )
+                    sys.exit(f"{Path(__file__).name}: error: a row is not finite at step {global_step}")
                 obs = next_obs.astype(np.float32)
 
             buffer.copy_(torch.from_numpy(rollout), non_blocking=True)  # log_losses waits for it

@@ -14,8 +14,7 @@ Run:    python ppo_atari_envpool.py --env-id Breakout-v5
 Twin:   ppo_atari_envpool_torchcompile.py computes the same, compiled and captured. Read their diff.
 
 Deviations from the papers:
-- the step after an end, of a life as well, is no transition and is masked out (NEXT_STEP autoreset): the
-  `reset` of EnvPool would start a new game where only a life is lost;
+- the step after the end of a game or life is masked out: EnvPool's `reset` cannot go on after a lost life;
 - a truncated game bootstraps from the value of its final observation.
 """
 

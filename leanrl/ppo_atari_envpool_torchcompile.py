@@ -24,8 +24,7 @@ Tags, at each place that differs; docs/tricks.md has a chapter on each:
 - [fast: scan by doubling] advantages take log2(T) operations in place of T.
 
 Deviations from the papers:
-- the step after an end, of a life as well, is no transition and is masked out (NEXT_STEP autoreset): the
-  `reset` of EnvPool would start a new game where only a life is lost;
+- the step after the end of a game or life is masked out: EnvPool's `reset` cannot go on after a lost life;
 - a truncated game bootstraps from the value of its final observation.
 """
 

@@ -466,6 +466,7 @@ if __name__ == "__main__":
         refuse(f"--num-minibatches takes a smaller divisor of {batch_size}, got {args.num_minibatches}")
     if not args.evaluate and args.total_timesteps < batch_size:
         refuse(f"--total-timesteps has to hold a rollout of {batch_size}, got {args.total_timesteps}")
+    total_steps = args.total_timesteps // batch_size * batch_size  # of whole rollouts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     if args.cuda and device.type == "cpu":
         print("CUDA is not available: running on the CPU", file=sys.stderr)
@@ -632,8 +633,7 @@ if __name__ == "__main__":
     sps, sps_step, sps_time = None, global_step, time.perf_counter()
     with closing(envs), writer, bar:
         while not last:
-            iteration = global_step // batch_size
-            remaining = 1 - iteration / (args.total_timesteps // batch_size) if args.anneal_lr else 1
+            remaining = 1 - global_step / total_steps if args.anneal_lr else 1
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
             std = agent.actor_logstd.detach().exp().cpu()  # sync
             noise = (torch.randn(args.num_steps, args.num_envs, action_dim) * std).numpy()
@@ -660,9 +660,7 @@ if __name__ == "__main__":
                 transitions = [obs, actions, rewards[:, None], terminated[:, None], done[:, None], final_obs]
                 rollout[step] = np.concatenate(transitions, axis=1)
                 if not np.isfinite(rollout[step]).all():
-                    sys.exit(
-                        f"{Path(__file__).name}: error: a transition is not finite at step {global_step}"
-                    )
+                    sys.exit(f"{Path(__file__).name}: error: a row is not finite at step {global_step}")
                 obs = obs_moments.standardise(next_obs).astype(np.float32)
 
             return_moments.update(rollout_returns.reshape(-1, 1))

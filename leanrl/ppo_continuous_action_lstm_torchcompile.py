@@ -726,6 +726,7 @@ if __name__ == "__main__":
         refuse("--num-steps has to be at least 2 where a minibatch is one environment, got 1")
     if not args.evaluate and args.total_timesteps < batch_size:
         refuse(f"--total-timesteps has to hold a rollout of {batch_size}, got {args.total_timesteps}")
+    total_steps = args.total_timesteps // batch_size * batch_size  # of whole rollouts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     if args.cuda and device.type == "cpu":
         print("CUDA is not available: running on the CPU", file=sys.stderr)
@@ -809,17 +810,20 @@ if __name__ == "__main__":
             return act(obs, keep).cpu().numpy()  # sync
 
     def bootstrap(step: int, cut: np.ndarray, final_obs: np.ndarray) -> np.ndarray:
-        """Values (k, 1) of the observations (k, obs_dim) that cut the episodes of environments `cut`, (k,).
+        """Values (num_envs, 1) of what ended an episode that is `cut`, (num_envs,), in this step; else 0.
 
         The memory that belongs to them comes from the rollout, taken in once more up to this step.
         """
-        final_obs = obs_moments.standardise(final_obs)
-        obs = np.concatenate([rollout_obs[: step + 1, cut], final_obs[None].astype(np.float32)])
-        keep = np.concatenate([rollout_keep[: step + 1, cut], np.ones((1, len(cut), 1), np.float32)])
-        with torch.no_grad():
-            obs, keep = torch.from_numpy(obs).to(device), torch.from_numpy(keep).to(device)
-            values, _ = agent.critic(obs, keep, first_memory[1, cut])
-            return values[-1].cpu().numpy()  # sync
+        values = np.zeros((args.num_envs, 1), np.float32)
+        if cut.any():
+            final_obs = obs_moments.standardise(final_obs)
+            obs = np.concatenate([rollout_obs[: step + 1, cut], final_obs[None, cut].astype(np.float32)])
+            keep = np.concatenate([rollout_keep[: step + 1, cut], np.ones((1, cut.sum(), 1), np.float32)])
+            initial = first_memory[1, torch.from_numpy(cut)]
+            with torch.no_grad():
+                obs, keep = torch.from_numpy(obs).to(device), torch.from_numpy(keep).to(device)
+                values[cut] = agent.critic(obs, keep, initial)[0][-1].cpu().numpy()  # sync
+        return values
 
     def best_action(env: Episodes, obs: np.ndarray) -> np.ndarray:
         """The policy's mean action, (action_dim,), at one observation, (obs_dim,), the latest one of env."""
@@ -967,8 +971,7 @@ if __name__ == "__main__":
     sps, sps_step, sps_time = None, global_step, time.perf_counter()
     with closing(envs), writer, bar:
         while not last:
-            iteration = global_step // batch_size
-            remaining = 1 - iteration / (args.total_timesteps // batch_size) if args.anneal_lr else 1
+            remaining = 1 - global_step / total_steps if args.anneal_lr else 1
             annealed_lr.fill_(args.learning_rate * remaining)  # [fast: numbers as tensors]
             rollout[0] = rollout[-1]
             first_memory.copy_(memory)
@@ -978,8 +981,7 @@ if __name__ == "__main__":
                 actions = policy(rollout_obs[step], rollout_keep[step]) + noise[step]
                 next_obs, rewards, terminated, truncated, infos = envs.step(actions)
                 rollout_actions[step], rollout_rewards[step] = actions, rewards
-                rollout_terminated[step], done = terminated, terminated | truncated
-                final_obs = next_obs.copy()
+                done, final_obs = terminated | truncated, next_obs.copy()
                 global_step += args.num_envs
                 episode_return += rewards
                 episode_length += 1
@@ -995,15 +997,11 @@ if __name__ == "__main__":
                 rollout_returns[step] = discounted_return = rewards + args.gamma * discounted_return
                 discounted_return[done] = 0
                 obs_moments.update(np.concatenate([final_obs, next_obs[done]]))
-                cut = np.flatnonzero(truncated & ~terminated)
-                if len(cut):
-                    rollout_bootstrap[step, cut] = bootstrap(step, cut, final_obs[cut])
-                rollout_keep[step + 1] = ~done[:, None]
+                rollout_bootstrap[step] = bootstrap(step, truncated & ~terminated, final_obs)
+                rollout_terminated[step], rollout_keep[step + 1] = terminated, ~done[:, None]
                 rollout_obs[step + 1] = obs_moments.standardise(next_obs)
                 if not np.isfinite([final_obs.sum(), next_obs.sum(), rewards.sum()]).all():
-                    sys.exit(
-                        f"{Path(__file__).name}: error: a transition is not finite at step {global_step}"
-                    )
+                    sys.exit(f"{Path(__file__).name}: error: a row is not finite at step {global_step}")
 
             return_moments.update(rollout_returns.reshape(-1, 1))
             rollout_rewards[:-1] = (rollout_rewards[:-1] / return_moments.std()).clip(-10, 10)

@@ -521,6 +521,7 @@ if __name__ == "__main__":
         refuse("--num-steps has to be at least 2 where a minibatch is one environment, got 1")
     if not args.evaluate and args.total_timesteps < batch_size:
         refuse(f"--total-timesteps has to hold a rollout of {batch_size}, got {args.total_timesteps}")
+    total_steps = args.total_timesteps // batch_size * batch_size  # of whole rollouts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     if args.cuda and device.type == "cpu":
         print("CUDA is not available: running on the CPU", file=sys.stderr)
@@ -604,16 +605,19 @@ if __name__ == "__main__":
         return np.stack([scores[:, part].argmax(axis=1) for part in score_parts], axis=1)
 
     def bootstrap(step: int, cut: np.ndarray, final_obs: np.ndarray) -> np.ndarray:
-        """Values (k, 1) of the observations (k, obs_dim) that cut the episodes of environments `cut`, (k,).
+        """Values (num_envs, 1) of what ended an episode that is `cut`, (num_envs,), in this step; else 0.
 
         The memory that belongs to them comes from the rollout, taken in once more up to this step.
         """
-        obs = np.concatenate([rollout_obs[: step + 1, cut], final_obs[None].astype(np.float32)])
-        keep = np.concatenate([rollout_keep[: step + 1, cut], np.ones((1, len(cut), 1), np.float32)])
-        with torch.no_grad():
-            obs, keep = torch.from_numpy(obs).to(device), torch.from_numpy(keep).to(device)
-            values, _ = agent.critic(obs, keep, first_memory[1, cut])
-            return values[-1].cpu().numpy()  # sync
+        values = np.zeros((args.num_envs, 1), np.float32)
+        if cut.any():
+            obs = np.concatenate([rollout_obs[: step + 1, cut], final_obs[None, cut].astype(np.float32)])
+            keep = np.concatenate([rollout_keep[: step + 1, cut], np.ones((1, cut.sum(), 1), np.float32)])
+            initial = first_memory[1, torch.from_numpy(cut)]
+            with torch.no_grad():
+                obs, keep = torch.from_numpy(obs).to(device), torch.from_numpy(keep).to(device)
+                values[cut] = agent.critic(obs, keep, initial)[0][-1].cpu().numpy()  # sync
+        return values
 
     def best_action(env: Episodes, obs: np.ndarray) -> np.ndarray:
         """The policy's most likely action at one observation, (obs_dim,), the latest one of env."""
@@ -727,8 +731,7 @@ if __name__ == "__main__":
     sps, sps_step, sps_time = None, global_step, time.perf_counter()
     with closing(envs), writer, bar:
         while not last:
-            iteration = global_step // batch_size
-            remaining = 1 - iteration / (args.total_timesteps // batch_size) if args.anneal_lr else 1
+            remaining = 1 - global_step / total_steps if args.anneal_lr else 1
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
             rollout[0] = rollout[-1]
             first_memory.copy_(memory)
@@ -739,7 +742,7 @@ if __name__ == "__main__":
                 rollout_actions[step] = choices = choose(scores)
                 given = (choices + first_action).reshape(args.num_envs, *action_space.shape)
                 next_obs, rewards, terminated, truncated, infos = envs.step(given)
-                rollout_rewards[step], rollout_terminated[step] = rewards, terminated
+                rollout_rewards[step] = rewards
                 done, final_obs = terminated | truncated, next_obs.copy()
                 global_step += args.num_envs
                 episode_return += rewards
@@ -753,15 +756,11 @@ if __name__ == "__main__":
                     if "is_success" in info:
                         successes.append(float(np.all(info["is_success"])))
                         writer.add_scalar("charts/success_rate", np.mean(successes[-100:]), global_step)
-                cut = np.flatnonzero(truncated & ~terminated)
-                if len(cut):
-                    rollout_bootstrap[step, cut] = bootstrap(step, cut, final_obs[cut])
-                rollout_keep[step + 1] = ~done[:, None]
+                rollout_bootstrap[step] = bootstrap(step, truncated & ~terminated, final_obs)
+                rollout_terminated[step], rollout_keep[step + 1] = terminated, ~done[:, None]
                 rollout_obs[step + 1] = next_obs
                 if not np.isfinite([final_obs.sum(), next_obs.sum(), rewards.sum()]).all():
-                    sys.exit(
-                        f"{Path(__file__).name}: error: a transition is not finite at step {global_step}"
-                    )
+                    sys.exit(f"{Path(__file__).name}: error: a row is not finite at step {global_step}")
 
             buffer.copy_(rollout, non_blocking=True)  # the log waits for it before the rollout changes
             prepare()

@@ -417,6 +417,7 @@ if __name__ == "__main__":
         refuse(f"--num-minibatches takes a smaller divisor of {batch_size}, got {args.num_minibatches}")
     if not args.evaluate and args.total_timesteps < batch_size:
         refuse(f"--total-timesteps has to hold a rollout of {batch_size}, got {args.total_timesteps}")
+    total_steps = args.total_timesteps // batch_size * batch_size  # of whole rollouts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     if args.cuda and device.type == "cpu":
         print("CUDA is not available: running on the CPU", file=sys.stderr)
@@ -484,8 +485,8 @@ if __name__ == "__main__":
         R_t = r_t + gamma ((1 - lambda) V_{t+1} + lambda R_{t+1}), and lambda is 0 in the last step of an
         episode or of the rollout.
         """
-        lambdas = args.q_lambda * (1 - done)
-        lambdas[-1] = 0
+        ends = torch.cat([done[:-1], torch.ones_like(done[-1:])])
+        lambdas = args.q_lambda * (1 - ends)
         returns = rewards + args.gamma * (1 - terminated) * (1 - lambdas) * next_values
         discounts = args.gamma * lambdas
         for t in reversed(range(args.num_steps - 1)):
@@ -552,8 +553,7 @@ if __name__ == "__main__":
     sps, sps_step, sps_time = None, global_step, time.perf_counter()
     with closing(envs), writer, bar:
         while not last:
-            iteration = global_step // batch_size
-            remaining = 1 - iteration / (args.total_timesteps // batch_size) if args.anneal_lr else 1
+            remaining = 1 - global_step / total_steps if args.anneal_lr else 1
             optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
             chances = torch.rand(args.num_steps, args.num_envs).numpy()
             random_actions = torch.randint(num_actions, chances.shape).numpy()
@@ -578,9 +578,7 @@ if __name__ == "__main__":
                 scalars = np.stack([actions, rewards, terminated, done], axis=1)
                 rollout[step] = np.concatenate([obs, scalars, final_obs], axis=1)
                 if not np.isfinite(rollout[step]).all():
-                    sys.exit(
-                        f"{Path(__file__).name}: error: a transition is not finite at step {global_step}"
-                    )
+                    sys.exit(f"{Path(__file__).name}: error: a row is not finite at step {global_step}")
                 obs = next_obs.astype(np.float32)
 
             buffer.copy_(torch.from_numpy(rollout), non_blocking=True)  # log_losses waits for it

@@ -16,8 +16,7 @@ Deviations from the paper; the hyper-parameters and the network are CleanRL's:
 - a layer is normalised over all of its features, at all places (authors' code: at each place);
 - 8 environments with rollouts of 128 steps (paper: 128 and 32), which are learnt from four times (twice);
 - epsilon falls with each step of the environments, not with each rollout;
-- the step after an end, of a life as well, is no transition and is masked out (NEXT_STEP autoreset): the
-  `reset` of EnvPool would start a new game where only a life is lost;
+- the step after the end of a game or life is masked out: EnvPool's `reset` cannot go on after a lost life;
 - a truncated game bootstraps from the value of its final observation.
 """
 

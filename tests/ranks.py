@@ -2,7 +2,7 @@
 
     torchrun ... tests/ranks.py FOLDER NAME [ARGS]
 
-Runs the script NAME, its games in place of EnvPool's, and writes FOLDER/<rank>.pt.
+Runs the script NAME, its games in place of EnvPool's, and writes FOLDER/<rank>.pt; with - it keeps nothing.
 """
 
 import os
@@ -51,7 +51,7 @@ def main(folder: str, name: str, *args: str) -> None:
 
     def shuffled(*args, **options) -> Order:
         torch.rand(rank)  # as environments may that draw from PyTorch's generator
-        return Order(randperm(*args, **options), kept)
+        return randperm(*args, **options) if folder == "-" else Order(randperm(*args, **options), kept)
 
     sys.argv = [name, *args]
     with (
@@ -59,10 +59,9 @@ def main(folder: str, name: str, *args: str) -> None:
         patch("torch.randperm", shuffled),
         patch("torch.distributed.broadcast", sent),
     ):
-        script = runpy.run_path(str(LEANRL / f"{name}.py"), run_name="__main__")
-    moments = [vars(script[kind]) for kind in ("obs_moments", "return_moments") if kind in script]
-    kept["moments"] = [{key: torch.tensor(array) for key, array in of_kind.items()} for of_kind in moments]
-    torch.save(kept, Path(folder) / f"{rank}.pt")
+        runpy.run_path(str(LEANRL / f"{name}.py"), run_name="__main__")
+    if folder != "-":
+        torch.save(kept, Path(folder) / f"{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,22 @@ from itertools import count, pairwise
 import conftest
 import numpy as np
 import pytest
-from conftest import DQN, OFF_POLICY, SHORT, assert_same_numbers, instances, play, rates, run, takes, world
+import torch
+from conftest import (
+    DISCRETE,
+    DQN,
+    MEMORY,
+    OFF_POLICY,
+    SHORT,
+    assert_same_numbers,
+    instances,
+    named,
+    play,
+    rates,
+    run,
+    takes,
+    world,
+)
 from envs import Faulty
 
 KINDS = ("reward", "observation", "reset")
@@ -45,15 +60,27 @@ def test_what_is_stored_is_what_was_though_the_environment_changes_its_action_an
         assert np.array_equal(rows[:, index, seen], np.stack([episode, step, episode, step + 1], axis=1))
 
 
+@pytest.mark.parametrize("name", ["ppo", "pqn"])
+def test_what_is_learnt_from_a_rollout_is_what_was_though_the_environment_returns_its_own_state(name):
+    result = run(name, *world(name, "Careless"), *SHORT[name], "--num-envs", 2)
+    rows = named(torch.from_numpy(result["rollout"]), result["columns"])  # the last 50 of 150 steps
+    steps = np.arange(100, 150)
+    seen = np.stack([steps // 3, steps % 3, steps // 3, steps % 3 + 1], axis=1)
+    for env in range(2):
+        shown = np.concatenate([rows["obs"][:, env], rows["next_obs"][:, env]], axis=1)
+        assert np.array_equal(shown, seen)
+
+
 @pytest.mark.parametrize(("name", "kind", "fault"), [*FAULTS, ("dqn", "Bytes", "reward")])
 def test_what_is_not_finite_ends_the_run_and_is_told_with_its_step(name, kind, fault, monkeypatch, tmp_path):
     monkeypatch.setattr(Faulty, "made", count())
     monkeypatch.setattr(Faulty, "fault", fault)
     monkeypatch.setattr("envs.reward", lambda *_: 1e39)  # that of Bytes, and beyond float32
-    # An off-policy script stores what is seen after a reset with the step after it.
-    step = 2 if kind == "Bytes" else 14 if fault == "reset" and name in OFF_POLICY else 12
+    # What is seen after a reset is stored with the step after it, but for those that look at it before.
+    late = name in OFF_POLICY or (name in DISCRETE and name not in MEMORY)
+    step = 2 if kind == "Bytes" else 14 if fault == "reset" and late else 12
     # A message as the status is printed, and the status is 1.
-    with pytest.raises(SystemExit, match=rf"^{name}\.py: error: a transition is not finite at step {step}$"):
+    with pytest.raises(SystemExit, match=rf"^{name}\.py: error: a row is not finite at step {step}$"):
         run(name, *world(name, kind), *SHORT[name], "--num-envs", "2", "--save-model", directory=tmp_path)
     assert not [*tmp_path.glob("runs/*/*.pt")]
 

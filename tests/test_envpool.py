@@ -40,13 +40,11 @@ def test_physics_is_that_of_gymnasium(task, version):
         action = actions.uniform(-1.5, 1.5, model.nu)  # sometimes beyond the bounds
         theirs, ours = pool.step(action[None]), env.step(action)
         obs, ended, since = theirs[0][0], ours[2], since + 1
-        np.testing.assert_allclose(obs[:shown], ours[0][:shown], **tolerance)
+        final = theirs[4][0]["final_obs"] if ended else obs
+        np.testing.assert_allclose(final[:shown], ours[0][:shown], **tolerance)
         assert theirs[2][0] == ended
         if since > 1:  # in the first step Ant and Humanoid count from where the state was set
             np.testing.assert_allclose(theirs[1][0], ours[1], **tolerance)
-        if ended:
-            (obs,), reward, *over, _ = pool.step(action[None])  # only resets
-            assert reward == 0 and not np.any(over)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +61,7 @@ def test_steps_and_episodes_are_counted_and_no_seed_shares_an_environment(name, 
     assert len(lengths) > 20
     for (step, length), (same, total) in zip(lengths, first["logged"]["charts/episodic_return"], strict=True):
         assert step == same and total in (length, length - 1)
-    rows = first["global_step"] + len(lengths)  # each end is followed by a row that is not valid
-    assert rows - 4 <= first["updates"] // 2 * 256 <= rows
+    assert first["global_step"] == 768  # three rollouts
     seen = [tuple(row) for result in (first, other) for row in result["envs"].reset()[0]]
     assert len({*seen}) == 8
 

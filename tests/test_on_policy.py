@@ -1,11 +1,13 @@
-"""PPO and PQN on environments and batches of which everything is known, with NEXT_STEP autoreset."""
+"""PPO and PQN on environments and batches of which everything is known; Atari with NEXT_STEP autoreset."""
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import islice
 from unittest.mock import patch
 
 import conftest
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -26,7 +28,7 @@ from conftest import (
     recalled,
     run,
 )
-from envs import Row, ScriptedGames, game_rows, scripted_rows
+from envs import Row, game_rows, scripted_rows
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Normal
 
@@ -41,6 +43,7 @@ discrete = pytest.mark.parametrize("name", [name for name in PPO if name in conf
 # Some begin or end with a row that is not valid, or have such rows in several environments at once.
 CASES = [(1, 6, 6), (1, 6, 12), (1, 6, 36), (3, 7, 21), (3, 7, 42), (3, 7, 84), (4, 1, 24), (2, 30, 120)]
 GAMMA, LAMBDA = 0.9, 0.8
+COLUMNS = ("reward", "values", "next_values", "terminated", "over")  # over: another episode, or life, follows
 # Options of gradient steps, and how many epochs a rollout has.
 CLIPPED = [("--max-grad-norm", 0.1), ("--no-norm-adv", "--no-clip-vloss", "--max-grad-norm", 1e3)]
 KL = [(("--target-kl", 0), 1), (("--target-kl", 1e9, "--no-anneal-lr"), 3)]
@@ -56,16 +59,30 @@ def fresh(name: str, case: tuple[int, int, int], *args) -> dict:
     return play(name, *(part for size in sizes for part in size), *once, *args)
 
 
-def history(result: dict) -> list[tuple[Row, ...]]:
+def history(name: str, result: dict) -> list[tuple[Row, ...]]:
     """All steps of a run, and the one that the last rollout ended with: a row for each environment."""
     args, envs, steps, real = result["args"], instances(result), [], 0
-    games = isinstance(envs[0], ScriptedGames)
-    world = map(game_rows, envs[0].seeds) if games else [scripted_rows(env.seeds[0]) for env in envs]
-    world = zip(*world, strict=True)
+    if name not in ATARI:
+        worlds = [shown_by(env, result["global_step"] // args.num_envs) for env in envs]
+        return [*zip(*([row for _, row in world if row.valid] for world in worlds), strict=True)]
+    world = zip(*map(game_rows, envs[0].seeds), strict=True)
     while real + args.num_envs * args.num_steps <= args.total_timesteps:
         steps += islice(world, args.num_steps)
         real = sum(row.valid for step in steps for row in step)
     return [*steps, next(world)]
+
+
+def shown_by(env: gym.Env, steps: int) -> list[tuple[int, Row]]:
+    """What an environment shows in so many steps, each with how many it has made by then.
+
+    Rows that are not valid have what ended an episode; the next one, after as many steps, is the reset's.
+    """
+    made, shown = 0, []
+    for row in scripted_rows(env.seeds[0]):
+        shown.append((made, row))
+        if row.valid and made == steps:
+            return shown
+        made += row.valid
 
 
 def moments(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -73,41 +90,60 @@ def moments(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows.mean(axis=0), np.sqrt(rows.var(axis=0) + 1e-8)
 
 
-def normalised(steps: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """All observations and rewards by the moments of real steps so far or at the end."""
-    obs, rewards, valid = steps["obs"].reshape(*steps["valid"].shape, -1), steps["reward"], steps["valid"]
-    returns, running = np.zeros(rewards.shape), 0  # discounted, since the start of the episode
-    for step, earned in enumerate(rewards):
-        returns[step] = running = (earned + GAMMA * running) * valid[step]
-    deviation = moments(returns[:-1][valid[:-1]])[1]
-    so_far = [moments(obs[:end][valid[:end]]) for end in range(1, len(obs) + 1)]
-    seen = [(row - mean) / std for row, (mean, std) in zip(obs, so_far, strict=True)]
-    rewards = np.clip(rewards / deviation, -10, 10)
-    return {"obs": np.clip(seen, -10, 10).astype(np.float32), "reward": rewards}
+def columns_of(name: str, result: dict) -> dict[str, np.ndarray]:
+    """All steps of a run, and the last one, by column: (T + 1, n, ...)."""
+    rows = history(name, result)
+    return {key: np.array([[getattr(row, key) for row in step] for step in rows]) for key in Row._fields}
 
 
-def plain_gae(steps: dict[str, np.ndarray], values: np.ndarray) -> np.ndarray:
-    """Advantages, (T, n), by recursion over the valid rows of an episode; one that is not has none."""
-    advantages = np.zeros(values.shape)
-    for step, env in reversed([*np.ndindex(len(values) - 1, values.shape[1])]):
-        if steps["valid"][step, env]:
-            after = 0 if steps["terminated"][step, env] else values[step + 1, env]
-            delta = steps["reward"][step, env] + GAMMA * after - values[step, env]
-            advantages[step, env] = delta + GAMMA * LAMBDA * advantages[step + 1, env]
-    return advantages[:-1]
+def of_vectors(name: str, result: dict) -> dict[str, np.ndarray]:
+    """The steps of a run by column, (T, n, ...), normalised if the script does so, and its observations.
+
+    "shown" has, for each environment, all that it showed, and "at" the places of its steps in that.
+    """
+    steps = {key: column[:-1] for key, column in columns_of(name, result).items()}
+    count = len(steps["reward"])
+    worlds = [shown_by(env, count) for env in instances(result)]
+    made = [np.array([steps for steps, _ in world]) for world in worlds]
+    shown = [np.array([row.obs.ravel() for _, row in world]) for world in worlds]
+    at = [np.flatnonzero([row.valid for _, row in world]) for world in worlds]
+    if name in CONTINUOUS:
+        returns, running = np.zeros(steps["reward"].shape), 0  # discounted, since the start of the episode
+        for step, earned in enumerate(steps["reward"]):
+            returns[step] = earned + GAMMA * running
+            running = returns[step] * ~steps["over"][step]
+        steps["reward"] = np.clip(steps["reward"] / moments(returns.flatten())[1], -10, 10)
+        # Of all that was shown by then: first, final and other observations.
+        by_then = [np.concatenate(shown)[np.concatenate(made) <= end] for end in range(count + 1)]
+        mean, std = map(np.stack, zip(*map(moments, by_then), strict=True))
+        of_env = zip(shown, made, strict=True)
+        shown = [np.clip((obs - mean[steps]) / std[steps], -10, 10) for obs, steps in of_env]
+    shown = [obs.astype(np.float32) for obs in shown]
+    of_env = [*zip(shown, at, strict=True)]
+    steps["obs"] = np.stack([obs[places[:-1]] for obs, places in of_env], axis=1)
+    steps["next_obs"] = np.stack([obs[places[:-1] + 1] for obs, places in of_env], axis=1)
+    return steps | {"shown": shown, "at": at}
 
 
-def plain_returns(steps: dict[str, np.ndarray], values: np.ndarray) -> np.ndarray:
-    """Returns Q(lambda), (T, n), of the valid rows, by the recursion of the paper."""
-    returns = np.zeros(values.shape)
-    for step, env in reversed([*np.ndindex(len(values) - 1, values.shape[1])]):
-        if steps["valid"][step, env]:
-            last = step == len(values) - 2 or not steps["valid"][step + 1, env]
-            mixed = (1 - LAMBDA) * values[step + 1, env] + LAMBDA * returns[step + 1, env]
-            after = values[step + 1, env] if last else mixed
-            returns[step, env] = steps["reward"][step, env]
-            returns[step, env] += GAMMA * after * (1 - steps["terminated"][step, env])
-    return returns[:-1]
+def plain_gae(steps: dict[str, np.ndarray]) -> np.ndarray:
+    """Advantages, (T, n), by recursion over the steps of an episode."""
+    advantages = np.zeros(steps["values"].shape)
+    for step, env in reversed([*np.ndindex(advantages.shape)]):
+        reward, value, after, terminated, over = (steps[key][step, env] for key in COLUMNS)
+        later = 0 if over or step == len(advantages) - 1 else advantages[step + 1, env]
+        advantages[step, env] = reward + GAMMA * after * (not terminated) - value + GAMMA * LAMBDA * later
+    return advantages
+
+
+def plain_returns(steps: dict[str, np.ndarray]) -> np.ndarray:
+    """Returns Q(lambda), (T, n), by the recursion of the paper."""
+    returns = np.zeros(steps["values"].shape)
+    for step, env in reversed([*np.ndindex(returns.shape)]):
+        reward, _, after, terminated, over = (steps[key][step, env] for key in COLUMNS)
+        if not over and step < len(returns) - 1:
+            after = (1 - LAMBDA) * after + LAMBDA * returns[step + 1, env]
+        returns[step, env] = reward + GAMMA * after * (not terminated)
+    return returns
 
 
 def flat(*outputs: Tensor) -> list[Tensor]:
@@ -125,64 +161,95 @@ def evaluate(said: Sequence[Tensor], actions: Tensor) -> tuple[Tensor, Tensor, D
 
 # ---- Rollouts ----------------------------------------------------------------------------------------------
 def of_rollout(result: dict) -> dict[str, Tensor]:
-    """The last rollout, by column: (T + 1, n, its width), or of observations their shape."""
-    columns = named(result["rollout"], result["columns"])
-    return columns if "obs" in columns else columns | {"obs": result["rollout_obs"]}
+    """The last rollout, by column: (T, n, its width), or of observations their shape."""
+    columns = named(torch.as_tensor(result["rollout"]), result["columns"])
+    columns = columns if "obs" in columns else columns | {"obs": result["rollout_obs"]}
+    return {key: column[: result["args"].num_steps] for key, column in columns.items()}
+
+
+def said_of_games(name: str, result: dict, steps: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the networks say of the last rollout, and what happened in it."""
+    seen = np.moveaxis(steps["obs"][:, :, -1:] if name in MEMORY else steps["obs"], 2, -1)
+    whole, num_steps = torch.from_numpy(steps["valid"]), result["args"].num_steps
+    seen, state = torch.from_numpy(seen.copy()), result["state"]
+    if name in MEMORY:  # all since the first step, of which a rollout begins with what is left
+        outputs = [part[-num_steps - 1 :] for part in recalled(state["agent"], seen, whole)]
+    seen, steps = seen[-num_steps - 1 :], {key: of_all[-num_steps - 1 :] for key, of_all in steps.items()}
+    actions = named(result["rollout"], result["columns"])["actions"].flatten(0, 1)
+    if name in PQN:
+        said = [state["q_network"](seen.flatten(0, 1)).max(dim=1)[0]]
+    elif name in MEMORY:
+        said = evaluate(flat(*outputs), actions)[1::-1]
+    else:
+        said = evaluate(state["agent"](seen.flatten(0, 1)), actions)[1::-1]
+    values, *log_prob = (part.view(num_steps + 1, -1).numpy() for part in said)
+    now, over = {key: column[:-1] for key, column in steps.items()}, ~steps["valid"][1:]
+    said = {"values": values[:-1], "next_values": values[1:], "over": over, "obs": seen[:-1].numpy()}
+    return now | said | {"log_prob": log_prob[0][:-1] if log_prob else None}
+
+
+def said_of_vectors(name: str, result: dict, steps: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the networks say of the last rollout, and what happened in it.
+
+    With a memory of all that each environment showed since the run began.
+    """
+    num_steps, state, found = result["args"].num_steps, result["state"], defaultdict(list)
+    for env, (shown, at) in enumerate(zip(steps["shown"], steps["at"], strict=True)):
+        shown, here = torch.from_numpy(shown), at[:-1][-num_steps:]
+        actions = of_rollout(result)["actions"][:, env]
+        if name in PQN:
+            values = state["q_network"](shown).amax(dim=1)
+        else:
+            said = state["agent"](shown) if name not in MEMORY else None
+            if name in MEMORY:
+                valid = np.isin(np.arange(len(shown)), at)[:, None]
+                said = flat(*recalled(state["agent"], shown[:, None], torch.from_numpy(valid)))
+            values = said[-1][:, 0]
+            of_here = [part[here] if len(part) > 1 else part for part in said]
+            found["log_prob"].append(evaluate(of_here, actions)[0])
+        found["values"].append(values[here])
+        found["next_values"].append(values[here + 1])
+    happened = {key: column[-num_steps:] for key, column in steps.items() if key not in ("shown", "at")}
+    return happened | {key: torch.stack(of_env, dim=1).numpy() for key, of_env in found.items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @each_script
-def test_the_batch_is_what_happened_and_dummy_steps_count_nowhere(name, case):
+def test_the_batch_is_what_happened_with_every_kind_of_end(name, case):
     result, (_, num_steps, total) = fresh(name, case, "--learning-rate", 0), case
-    rows = history(result)
-    conftest.assert_episodes_are_counted(result, rows[:-1])
     assert result["global_step"] <= total
+    rollout = of_rollout(result)
+    with torch.no_grad():
+        if name in ATARI:
+            steps = said_of_games(name, result, columns_of(name, result))
+        else:
+            steps = said_of_vectors(name, result, of_vectors(name, result))
+    conftest.assert_episodes_are_counted(result, history(name, result)[:-1])
     if name in ATARI and case == CASES[-1]:
         # Whole games, some with lost lives, some cut short, some of a return beyond their clipped rewards.
         assert {1, 3, 5, 6} <= {length for _, length in result["logged"]["charts/episodic_length"]}
-
-    steps = {key: np.array([[getattr(row, key) for row in step] for step in rows]) for key in Row._fields}
-    if name in CONTINUOUS:
-        steps |= normalised(steps)
-    elif name in ATARI:
-        steps["obs"] = np.moveaxis(steps["obs"][:, :, -1:] if name in MEMORY else steps["obs"], 2, -1)
-    else:
-        steps["obs"] = steps["obs"].reshape(*steps["valid"].shape, -1).astype(np.float32)
-    seen, whole = torch.from_numpy(steps["obs"]), torch.from_numpy(steps["valid"])
-    steps = {key: column[-num_steps - 1 :] for key, column in steps.items()}  # of the last rollout
-    obs, valid, rollout = torch.from_numpy(steps["obs"]), steps["valid"], of_rollout(result)
-    torch.testing.assert_close(rollout["obs"], obs, rtol=1e-4, atol=1e-4)
-    actions = rollout["actions"]
+    torch.testing.assert_close(rollout["obs"], torch.from_numpy(steps["obs"]), rtol=1e-4, atol=1e-4)
+    for key in {"next_obs"} & rollout.keys():
+        np.testing.assert_allclose(rollout[key], steps[key], rtol=1e-4, atol=1e-4)
     for index, env in enumerate([] if name in ATARI else instances(result)):
-        # Only real steps reach an environment of Gymnasium.
-        sent, space = actions[:-1, index][valid[:-1, index]].numpy(), env.action_space
-        given = env.actions[len(env.actions) - len(sent) :]
+        sent, space = rollout["actions"][:, index].numpy(), env.action_space
         taken = sent.clip(space.low, space.high) if name in CONTINUOUS else sent[:, 0] + space.start
-        np.testing.assert_array_equal(taken, given)
+        np.testing.assert_array_equal(taken, env.actions[-num_steps:])
     if name in ATARI:
-        np.testing.assert_array_equal(actions[:-1, :, 0], instances(result)[0].actions[-num_steps:])
+        np.testing.assert_array_equal(rollout["actions"][..., 0], instances(result)[0].actions[-num_steps:])
 
-    state, obs = result["state"], obs.flatten(0, 1)
-    with torch.no_grad():
-        if name in PQN:
-            both = state["q_network"](obs).max(dim=1)
-        elif name in MEMORY:  # all since the first step, of which a rollout begins with what is left
-            outputs = flat(*(part[-num_steps - 1 :] for part in recalled(state["agent"], seen, whole)))
-            both = evaluate(outputs, actions.flatten(0, 1))[1::-1]
-        else:
-            both = evaluate(state["agent"](obs), actions.flatten(0, 1))[1::-1]
-    values, log_prob = (part.view(valid.shape).numpy() for part in both)
-    advantages, valid = plain_gae(steps, values), valid[:-1]
-    targets = values[:-1] + advantages if name in PPO else plain_returns(steps, values)
+    batch, valid = named(result["batch"], result["batch_columns"]), steps["valid"]
+    advantages = plain_gae(steps)
+    targets = steps["values"] + advantages if name in PPO else plain_returns(steps)
     expected = {"targets": targets}
     if name in PPO:
-        expected |= {"log_prob": log_prob[:-1], "advantages": advantages, "values": values[:-1]}
-    batch = named(result["batch"], result["batch_columns"])
-    np.testing.assert_array_equal(batch["valid"].view(valid.shape), valid)
+        expected |= {"log_prob": steps["log_prob"], "advantages": advantages, "values": steps["values"]}
+    if name in ATARI:
+        np.testing.assert_array_equal(batch["valid"].view(valid.shape), valid)
     for key, column in expected.items():
         np.testing.assert_allclose(batch[key].view(valid.shape)[valid], column[valid], rtol=1e-4, atol=1e-4)
     for key in {"obs", "actions"} & batch.keys():
-        assert torch.equal(batch[key].flatten(), rollout[key][:-1].flatten())
+        assert torch.equal(batch[key].flatten(), rollout[key].flatten())
     if name in PQN:
         return
     # What acts and what learns see the same, with the same memory: the parameters are those that acted.
@@ -213,7 +280,7 @@ def test_policy_acts_at_what_it_sees(name):
             mean, log_std, *_ = result["state"]["agent"](rollout["obs"], *recall)
             noise = (rollout["actions"] - mean) / log_std.exp()
         assert mean.std() > 0.5 and log_std.mean() == -1
-        return noise[:-1].numpy()
+        return noise.numpy()
 
     deviation = ("torch.zeros(1, action_dim,", "torch.full((1, action_dim), -1.0,")
     gain = 10.0 if name in MEMORY else 2.0  # an LSTM says little at first
@@ -236,15 +303,15 @@ def test_choices_are_draws_from_the_softmax_of_each_environment_its_own(name):
         """Probabilities, (T, n, 4), and how far the choices, each a row with a one, are from them."""
         result = run(name, "--env-id", "envs:Codes-v0", *sizes, total)
         with torch.no_grad():
-            rollout = {key: column[:-1] for key, column in of_rollout(result).items()}
+            rollout = of_rollout(result)
             recall = (rollout["keep"], result["first_memory"]) if name in MEMORY else ()
             logits, *_ = result["state"]["agent"](rollout["obs"], *recall)
         probabilities = logits[..., 3:].softmax(2)
         choices = rollout["actions"][:, :, 1].long()
         return probabilities, torch.nn.functional.one_hot(choices, 4) - probabilities
 
-    with changed(name, "std=0.01)", "std=5.0)"):  # of a run of one rollout, and of two: half the rows reset
-        (_, first), (probabilities, errors) = last_choices(3000), last_choices(5000)
+    with changed(name, "std=0.01)", "std=5.0)"):  # of a run of one rollout, and of two
+        (_, first), (probabilities, errors) = last_choices(3000), last_choices(6000)
     of_the_likeliest = errors.gather(2, probabilities.argmax(2, keepdim=True))
     assert of_the_likeliest.mean().abs() < 4 * of_the_likeliest.std() / 3000**0.5
     for products in ((errors[:, 0] * errors[:, 1]).sum(1), (first * errors).sum(2)):
@@ -272,13 +339,14 @@ def test_actions_have_the_frequencies_of_the_softmax(name):
 
 # ---- Gradient steps ----------------------------------------------------------------------------------------
 def known(name: str, *args) -> dict:
-    """A run on the eve of gradient steps on random rows, some not valid."""
+    """A run on the eve of gradient steps on random rows, of games some not valid."""
     weights = () if name in PQN else ("--ent-coef", 0.2, "--vf-coef", 0.7, "--clip-coef", 0.2)
     result = fresh(name, (3, 20, 60), *weights, *args)
     conftest.begin_anew(result, noise=0.02)
     batch, space = result["batch"].normal_(), instances(result)[0].action_space
     rows = named(batch, result["batch_columns"])
-    rows["valid"].copy_(torch.rand(rows["valid"].shape) < 0.7)
+    if name in ATARI:
+        rows["valid"].copy_(torch.rand(rows["valid"].shape) < 0.7)
     if name not in CONTINUOUS:
         rows["actions"].random_(int(space.n))
     if "obs" not in rows:
@@ -319,9 +387,9 @@ def predictions(agent: Callable, rows: dict[str, Tensor]) -> tuple[Tensor, Tenso
 
 
 def losses_by_hand(agent: Callable, result: dict, indices: Tensor) -> dict[str, Tensor]:
-    """The losses on some rows of the batch, or of some environments, from the valid ones alone."""
+    """The losses on some rows of the batch, or of some environments, of games from the valid ones alone."""
     args, rows = result["args"], taken(result["known"], indices)
-    valid = rows["valid"].flatten() == 1
+    valid = rows.get("valid", torch.ones_like(rows["values"])).flatten() == 1
     old_log_prob, advantages, returns, old_values = (
         rows[key].flatten()[valid] for key in ("log_prob", "advantages", "targets", "values")
     )
@@ -381,7 +449,7 @@ def test_gradient_steps_are_of_the_squared_error_by_radam(name, max_norm):
     optimizer = torch.optim.RAdam(network.parameters(), lr=rate)
     minibatches = torch.randperm(60).chunk(3) * 4
     for indices in minibatches:
-        valid = indices[batch["valid"][indices, 0] == 1]
+        valid = indices[batch["valid"][indices, 0] == 1] if name in ATARI else indices
         rows = {key: column[valid] for key, column in batch.items()}
         chosen = nn.functional.one_hot(rows["actions"][:, 0].long(), network(rows["obs"]).shape[1])
         q_values = (network(rows["obs"]) * chosen).sum(1)
@@ -403,28 +471,28 @@ def test_an_action_is_random_where_epsilon_is_above_a_chance_and_else_the_best(n
     epsilon = ("--start-e", 1, "--end-e", 0.2, "--exploration-fraction", 0.5, "--learning-rate", 0)
     chances = patch("torch.rand", lambda *shape, **_: torch.full(shape, 0.6))
     with chances, patch("numpy.where", wraps=np.where) as where:
-        result = fresh(name, (4, 25, 800), *epsilon)
+        result = fresh(name, (4, 30, 840), *epsilon)
     told = [call.args for call in where.call_args_list if len(call.args) == 3]
     explores, others, best = (np.stack(part) for part in zip(*told, strict=True))
 
     def expected(steps: np.ndarray) -> np.ndarray:
-        return 1 - 0.8 * np.minimum(steps / 400, 1)
+        return 1 - 0.8 * np.minimum(steps / 420, 1)
 
-    before = np.cumsum([0, *(sum(row.valid for row in rows) for rows in history(result)[:-2])])
+    before = np.cumsum([0, *(sum(row.valid for row in rows) for rows in history(name, result)[:-2])])
     random = 0.6 < expected(before)
-    assert 0 < np.count_nonzero(random) % 25  # the change is within a rollout
+    assert 0 < np.count_nonzero(random) % 30  # the change is within a rollout
     assert np.array_equal(explores, np.broadcast_to(random[:, None], explores.shape))
     steps, logged = zip(*result["logged"]["charts/epsilon"], strict=True)
     assert logged == pytest.approx(expected(np.array(steps)))
     network, rollout = result["state"]["q_network"], of_rollout(result)
     assert len(np.unique(others)) == network.network[-1].out_features
-    assert np.array_equal(np.where(explores, others, best)[-25:], rollout["actions"][:-1, :, 0])
+    assert np.array_equal(np.where(explores, others, best)[-30:], rollout["actions"][..., 0])
     with torch.no_grad():
-        values = network(rollout["obs"][:-1].flatten(0, 1))
-    assert np.array_equal(values.argmax(dim=1), best[-25:].flatten())
+        values = network(rollout["obs"].flatten(0, 1))
+    assert np.array_equal(values.argmax(dim=1), best[-30:].flatten())
 
 
-@each_script
+@pytest.mark.parametrize("name", [name for name in ON_POLICY if name in ATARI])
 def test_a_minibatch_with_next_to_no_valid_row_does_no_harm(name):
     result = known(name, *(() if name in PQN else ("--ent-coef", 0)))
     network, loss = ("q_network", "td_loss") if name in PQN else ("agent", "policy_loss")
@@ -445,13 +513,16 @@ def test_gradient_steps_are_so_many_at_a_falling_rate(name, options, epochs):
     length, total = (4, 66) if name in ATARI else (8, 130)
     with patch("torch.randperm", wraps=torch.randperm) as shuffle:
         result = fresh(name, (4, length, total), *steps, *options)
-    rollouts = len(history(result)) // length
+    rollouts = len(history(name, result)) // length
     assert rollouts > 3
     assert result["updates"] == gradient_steps(result, "optimizer") == rollouts * epochs * 4
     assert shuffle.call_count == rollouts * epochs
     ends, rates = zip(*result["logged"]["charts/learning_rate"], strict=True)
-    # That of a rollout is the one at its first step.
-    expected = [0.01 * (1 - step / total * result["args"].anneal_lr) for step in (0, *ends[:-1])]
+    if name in ATARI:  # that of a rollout is the one at its first step
+        done = [step / total for step in (0, *ends[:-1])]
+    else:  # by rollouts, of which the last has a step of the schedule left
+        done = np.arange(rollouts) / rollouts
+    expected = [0.01 * (1 - part * result["args"].anneal_lr) for part in done]
     assert rates == pytest.approx(expected)
     optimizer = result["state"]["optimizer"]
     applied = optimizer.lr if isinstance(optimizer, nn.Module) else optimizer.param_groups[0]["lr"]

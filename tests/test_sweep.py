@@ -410,7 +410,7 @@ def test_each_seed_of_the_selection_is_a_run_of_several_agents():
 def test_a_run_in_several_processes_is_started_by_torchrun():
     args = selection.Args(modes=("compile", "ranks_both"), seeds=(3,), ranks=4, options={"num_envs": "2"})
     runs = [run for run in selection.select(args, gpus=list("0123")) if run.mode == "ranks_both"]
-    assert {run.algorithm for run in runs} == {"ppo_continuous_action", "ppo_atari_envpool"}
+    assert {run.algorithm for run in runs} == {"ppo_atari_envpool"}
     for run in runs:
         _, *torchrun, script, compiled, graphs, _, seed = run.command(None)[:10]
         assert torchrun == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
