@@ -1,5 +1,7 @@
 """What the tests share: the names of the scripts, ways to load and to run one, and what a run computed."""
 
+import io
+import json
 import os
 import re
 import runpy
@@ -8,7 +10,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, redirect_stdout
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +21,6 @@ import torch
 import torch._dynamo.backends.registry
 import torch._inductor.config
 from envs import ScriptedGames
-from filelock import FileLock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
@@ -31,16 +32,14 @@ torch._dynamo.backends.registry._lazy_import()
 # Two threads that meet after each tiny operation are slow, fifty times so beside a busy process.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the scripts that run as commands
-# A shell has its background jobs ignore Ctrl+C, nohup SIGHUP: the runs of the tests would inherit that.
+# A shell has its background jobs ignore Ctrl+C: the runs of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 LEANRL = ROOT / "leanrl"
 SCRIPTS = [*COLLECTION]
 TWINS = [f"{name}_torchcompile" for name in SCRIPTS]
-SEEDS = sorted(path.stem for path in LEANRL.glob("*_seeds.py"))
 MULTIGPU = sorted(path.stem for path in LEANRL.glob("*_multigpu.py"))
 
 
@@ -51,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def algorithm(name: str) -> Algorithm:
     """What the collection says of the algorithm of a script or a sibling."""
-    return COLLECTION[re.sub("_(torchcompile|seeds|multigpu)$", "", name)]
+    return COLLECTION[re.sub("_(torchcompile|multigpu)$", "", name)]
 
 
 @cache
@@ -104,19 +103,18 @@ INDUCTOR = {name: torch._inductor.config.get_config_copy()[name] for name in SET
 # renames it here, and in the tests that ask for it. Else tests ask for files, printed lines and the summary.
 INNER = {
     *("args", "summary", "device", "folder", "START_TIME"),  # what runs, where and since when
-    *("global_step", "updates", "returns", "updates_due"),  # how far it is
-    *("envs", "env", "obs_moments", "return_moments"),  # what it learns in, and is evaluated in
-    *("act", "policy", "best_action", "sample", "prepare", "update", "kinds"),  # the algorithm
+    *("global_step", "updates", "returns", "updates_due", "best_eval"),  # how far it is
+    *("envs", "obs_moments", "return_moments"),  # what it learns in
+    *("act", "policy", "best_actions", "sample", "prepare", "update", "kinds"),  # the algorithm
     *("state", "losses", "deviations", "buffer", "size", "columns"),  # what it has learnt and from what
     *("rollout", "rollout_obs", "batch", "batch_columns", "memory", "first_memory"),
-    *("folders", "writers", "states", "streams"),  # of many agents
 }
 
 
 def alone(name: str, args: tuple) -> tuple:
     """Arguments for a run; where a script has many environments, a new run has one, unless they say more."""
     new = name in MANY and not {"--resume", "--evaluate"} & {*args}
-    first = ("--env-backend", "gymnasium", "--num-envs", "1", "--log-every", "100")
+    first = ("--num-envs", "1", "--log-every", "100")
     return (*(first if new else ()), *args)
 
 
@@ -124,18 +122,16 @@ def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> 
     """Train in this process, in a temporary directory unless told another; returns what INNER names.
 
     "logged" has what it wrote to TensorBoard, by name: steps and values. Afterwards signals mean what they
-    did before, the folder of the run is no longer locked, and autocast is off.
+    did before, and autocast is off.
     """
     path, logged = str(LEANRL / f"{name}.py"), {}
     argv = [path, *map(str, alone(name, args)), "--cuda" if cuda else "--no-cuda"]
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-    handlers = {number: signal.getsignal(number) for number in numbers}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with (
         TemporaryDirectory() as temporary,
         chdir(directory or temporary),
         patch.object(sys, "argv", argv),
         torch._inductor.config.patch(INDUCTOR),
-        patch.object(FileLock, "acquire", autospec=True, side_effect=FileLock.acquire) as acquire,
         patch.object(SummaryWriter, "add_scalar", autospec=True, side_effect=SummaryWriter.add_scalar) as add,
     ):
         torch.set_autocast_cache_enabled(True)  # PyTorch's default, which an earlier run has changed
@@ -144,8 +140,6 @@ def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> 
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            for call in acquire.call_args_list:
-                call.args[0].release(force=True)
             torch.set_autocast_enabled("cpu", False)
             torch.set_autocast_enabled("cuda", False)
     for _, tag, value, step in (call.args for call in add.call_args_list):
@@ -178,6 +172,14 @@ def play(name: str, *args, **options) -> dict:
     """Train like `run` in the scripted world: envs.ScriptedGames for EnvPool, or else envs.Scripted."""
     with patch("envpool.make", ScriptedGames):
         return run(name, *scripted_world(name), *args, **options)
+
+
+def evaluation(name: str, file: Path, *args, **options) -> dict:
+    """What a script prints that evaluates a checkpoint in the scripted world: arguments and returns."""
+    with redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as ended:
+        play(name, "--evaluate", file, *args, **options)
+    assert ended.value.code is None
+    return json.loads(printed.getvalue())
 
 
 def instances(result: dict) -> list:
@@ -243,26 +245,30 @@ def cli(name: str, *args, env: dict[str, str] | None = None, **options) -> subpr
 
 @pytest.fixture
 def refusal(capfd) -> Callable[..., str]:
-    """Gives the line, after the name of the script, in which a script refuses to run in this process."""
+    """Gives the words with which a script refuses to run in this process.
+
+    Of arguments tyro tells in a box, with status 2, all else is a line, with status 1.
+    """
 
     def told(name: str, start: Callable, *args, **options) -> str:
         capfd.readouterr()
         with pytest.raises(SystemExit) as raised:
             start(name, *args, **options)
-        assert raised.value.code == 2
-        printed = capfd.readouterr()
-        *others, line = printed.err.splitlines()  # which may follow what it has read
-        assert all(other.startswith(("Going on from ", "Evaluating ")) for other in others)
-        assert printed.out == "" and line.startswith(f"{name}.py: error: ")
-        return line.removeprefix(f"{name}.py: error: ")
+        printed, code = capfd.readouterr(), raised.value.code
+        assert printed.out == "" and (code == 2 or "\n" not in code)
+        return " ".join(re.sub("[╭╮╰╯│─]", " ", printed.err).split()) if code == 2 else code
 
     return told
 
 
-def checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints of the runs in a folder, by their steps."""
-    found = [path for path in directory.glob("runs/*/*.pt") if path.stem.isdecimal()]
-    return sorted(found, key=lambda path: int(path.stem))
+# Write a checkpoint, at the end.
+SAVED = ("--checkpoint-every", 10**6)
+
+
+def checkpoint(directory: Path) -> Path:
+    """The checkpoint of the one run in a folder."""
+    [file] = directory.glob("runs/*/checkpoint.pt")
+    return file
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -353,7 +353,7 @@ class Faulty(Careless):
     fault, made = None, count()
 
     def __init__(self):
-        super().__init__(size=1)  # of two, products of 2 and of 3 agents differ by rounding
+        super().__init__(size=1)
         self.number = next(self.made)
 
     def _or(self, fault: str, value, wrong: float = np.nan):  # "reset": in what is seen next

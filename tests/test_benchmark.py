@@ -28,8 +28,7 @@ from benchmark.sweep import process
 
 
 def test_the_collection_has_every_script_and_each_has_its_twin():
-    siblings = ("_seeds", "_multigpu")
-    scripts = {path.stem for path in LEANRL.glob("*.py") if not path.stem.endswith(siblings)}
+    scripts = {path.stem for path in LEANRL.glob("*.py") if not path.stem.endswith("_multigpu")}
     assert scripts == {f"{name}{suffix}" for name in COLLECTION for suffix in ("", "_torchcompile")}
 
 
@@ -71,13 +70,13 @@ def test_a_study_is_one_file_and_a_line_of_a_page_and_no_table_needs_pytorch(tmp
     about = line("eager", None, answer=42)
     results.replace(tmp_path / "benchmark" / "results" / "new.jsonl", [about], lambda line: None)
     page, content = tmp_path / "README.md", "![plot](docs/plots/new-new.png)\n"
-    for kind in ("new", "agents", "environments", "go1", "roofline", "small_networks", "tricks"):
+    for kind in ("new", "environments", "go1", "roofline", "small_networks", "tricks"):
         content += f"<!-- table: {kind} {kind}.jsonl -->\n<!-- end -->\n"
     page.write_text(content)
     subprocess.run([sys.executable, "-m", "benchmark.report"], cwd=tmp_path, check=True)
     assert "<!-- table: new new.jsonl -->\n\n1 line: 42\n\n<!-- end -->" in page.read_text()
     others = page.read_text().split("<!-- table: ")[2:]
-    assert len(others) == 6 and all("\n| --- |" in other for other in others)
+    assert len(others) == 5 and all("\n| --- |" in other for other in others)
     assert (tmp_path / "docs" / "plots" / "new-new.png").exists()
 
 
@@ -90,14 +89,14 @@ def line(mode: str, sps: float | None, gpu: str | None = None, **more) -> dict:
     return result | {"hardware": {"cpu": "A CPU", "cores": 2, "gpu": gpu}} | more
 
 
-def test_a_check_is_missed_where_an_agent_is_lost():
+def test_a_check_is_missed_where_a_run_has_no_episode():
     name, check = next((name, check) for name, algorithm in COLLECTION.items() for check in algorithm.checks)
-    about = {"algorithm": name, "env_id": check.env_id, "steps": check.steps, "seeds": [1, 2]}
-    both = line("seeds", 1.0, **about, episodic_return=[check.least] * 2)
-    lost = line("seeds", 1.0, **about, episodic_return=[check.least, None], lost_seeds={"2": "why"})
-    verdicts = [(row[2], row[-1]) for run in (both, lost) for row in tables.check_rows([run])]
+    about = {"algorithm": name, "env_id": check.env_id, "steps": check.steps}
+    done = line("compile", 1.0, **about, episodic_return=check.least)
+    none = line("compile", 1.0, **about, episodic_return=None)
+    verdicts = [(row[2], row[-1]) for runs in ([done], [done, none]) for row in tables.check_rows(runs)]
     value = f"{check.least:.1f}"
-    assert verdicts == [(f"{value}, {value}", tables.PASSED), (f"{value}, 1 failed", tables.MISSED)]
+    assert verdicts == [(value, tables.PASSED), (f"{value}, 1 failed", tables.MISSED)]
 
 
 def test_speed_table_gives_median_range_and_ratios():
@@ -132,19 +131,20 @@ def test_others_with_many_environments_stand_beside_ours_of_both_backends():
         assert not in_turn.pop("compile") & envpool.pop("compile") and in_turn == envpool
 
 
-def test_the_returns_of_a_sweep_are_means_over_agents():
+def test_the_returns_of_a_sweep_are_means_over_seeds():
     about = {"algorithm": "td3_continuous_action", "steps": 500}
     lines = [line("eager", 1.0, **about, seed=seed, episodic_return=10.0 * seed) for seed in (1, 2)]
     assert "success" not in learning.sweep_table(lines)
-    several = {"seeds": [1, 2, 3], "episodic_return": [40, None, 50], "success_rate": [0.5, None, 1.0]}
-    lines.append(line("seeds", 1.0, **about, **several, lost_seeds={"2": "why"}))
-    lines.append(line("ranks", 1.0, **about, seeds=[1, 2], episodic_return=[None, None]))  # no episode
+    rates = ((1, 0.5, 40.0), (2, None, 45.0), (3, 1.0, 50.0))
+    for seed, rate, value in rates:
+        lines.append(line("both", 1.0, **about, seed=seed, episodic_return=value, success_rate=rate))
+    lines.append(line("ranks", 1.0, **about, episodic_return=None))  # no episode
     lines.reverse()  # seeds are in order, whatever ended first
-    header, _, seeds, eager = learning.sweep_table(lines).splitlines()
+    header, _, both, eager = learning.sweep_table(lines).splitlines()
     assert header.endswith("| success rate |")
     title = "| td3_continuous_action, World-v0: LeanRL"
     assert eager == f"{title} eager | 500 | 2 | 15.0 [10.0, 20.0] | 10.0, 20.0 |  |"
-    assert seeds.endswith("| 500 | 2 | 45.0 [40.0, 50.0] | 40.0, 50.0 | 0.75 |")
+    assert both.endswith("| 500 | 3 | 45.0 [40.0, 50.0] | 40.0, 45.0, 50.0 | 0.75 |")
 
 
 def test_speed_plot_shows_medians_and_their_ratios():
@@ -169,11 +169,11 @@ def test_machines_are_never_mixed():
     assert all(text in part for text, part in zip(expected, parts, strict=True))
 
 
-def test_figures_of_several_agents_are_those_of_all_that_were_not_lost():
+def test_figures_of_several_agents_on_record_are_those_of_all():
     """GPU seconds are those of a million steps that learn, where they take five seconds or more."""
     lines = [line("both", 700, gpu_busy_seconds=busy) for busy in (4.0, 5.0, 6.0)]
     lines.append(line("eager", 2100, gpu_busy_seconds=1.0))
-    agents = {"script": "sac_seeds", "seeds": [1, 2, 3, 4, 5], "lost_seeds": {"3": "why"}}
+    agents = {"script": "sac_seeds", "seeds": [1, 2, 3, 4]}
     agents |= {"episodic_return": [10.0, 30.0, None], "episodic_return_10": [11.0, 33.0, None]}
     lines.append(line("seeds_both", 400, gpu_busy_seconds=4.0, **agents))
     table = tables.speed_table([run | {"learning_starts": 2_000} for run in lines])
@@ -194,7 +194,7 @@ def test_figures_of_several_agents_are_those_of_all_that_were_not_lost():
 COUNTED = {"format": 1, "script": "sac", "env_id": "World-v0", "graph": "act", "torch": "2.13.0"}
 COUNTED |= {"triton": "3.7.1", "git_commit": "0123456789", "generated": True, "triton_launches": 3}
 COUNTED |= {"extern_calls": {"mm": 4, "randint": 1}, "kernels": 2, "compiled": 2, "spilling": 1, "errors": []}
-RUN = line("eager", None, more="is welcome", seeds=[1, 2], lost_seeds={"2": "why"})
+RUN = line("eager", None, more="is welcome", seeds=[1, 2])
 RUN |= {"episodic_return": [1.0, None]}
 CURVE = {"format": 1, "sweep": "a", "job": "b", "step": [1, 2], "seconds": [1.0, 2.0]}
 CURVE |= {"episodic_return": [0.0, 1.0], "gpu_seconds": [], "gpu_utilization": []}

@@ -233,7 +233,7 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path, refusal):
     narrow = {key: tensor[:, :1] if key == "fc1.weight" else tensor for key, tensor in good["actor"].items()}
     narrow["fc9.bias"] = torch.zeros(1)
     torch.save(good | {"actor": narrow, "args": good["args"] | {"actor_hidden_dim": 512}}, other)
-    told = refusal(f"{TD3}_seeds", play, "--evaluate", other)
+    told = refusal(TD3, play, "--evaluate", other)
     unlike = "of other sizes, or not in both: ['fc1.weight', 'fc9.bias']"
     assert told == f"{other} of {TD3}.py does not fit: {unlike}"
 

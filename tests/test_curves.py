@@ -78,22 +78,17 @@ def log(runs: Path, seed: int, episodes: int) -> None:
 
 @pytest.fixture
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Seed 10 ended in three modes, 8 failed, 9 died early and goes on; 11 and 12 have several agents.
-
-    Two runs go on whose modes are not taken.
-    """
+    """Seed 10 ended in three modes, 8 failed, 9 died early and goes on; 13 goes on in modes not taken."""
     folder = tmp_path / "sweep"
     monkeypatch.setattr(learning, "RESULTS", tmp_path)
-    for seed, number, episodes in ((8, 1, 300), (9, 9, 20), (9, 10, 200), (12, 1, 200)):
+    for seed, number, episodes in ((8, 1, 300), (9, 9, 20), (9, 10, 200)):
         log(folder / "jobs" / line(seed, None)["job"] / str(number) / "runs", seed, episodes)
     for mode in ("tf32", "cleanrl"):
         log(folder / "jobs" / line(13, None, mode=mode)["job"] / "1" / "runs", 13, 200)
-    (folder / "jobs" / line(12, None)["job"] / "1" / "runs" / "another_run").mkdir()
     (folder / "sweep.json").write_text(json.dumps({"id": SWEEP}))
     ended = [line(10, value, mode=mode) for mode, value in (("both", 8e3), ("compile", 9e3), ("eager", 7e3))]
     failed = line(8, 1.0, status="failed", reason="", log="")
-    several = line(11, None, mode="seeds", seeds=[11, 12]) | {"episodic_return": [8000.0, None]}
-    results.replace(folder / "results.jsonl", [*ended, failed, several])
+    results.replace(folder / "results.jsonl", [*ended, failed])
     results.replace(folder / "curves.jsonl", [curve(run["job"]) for run in ended], results.check_curve)
     return folder
 
@@ -107,7 +102,7 @@ def taken_over(name: str = "learning") -> tuple[list[dict], list[dict]]:
 def test_runs_are_taken_over_as_far_as_they_are(sweep):
     learning.take_over([sweep])
     lines, drawn = taken_over()
-    # Not what failed, nor what has several agents; and a seed once, in a mode in which people run the twin.
+    # Not what failed; and a seed once, in a mode in which people run the twin.
     assert [(run["seed"], run["mode"]) for run in lines] == [(9, "compile"), (10, "compile")]
     reached = [lines[0][key] for key in ("total_timesteps", "episodic_return", "sps", "git_commit")]
     assert reached == [200_000, 149.5, None, "abc"]

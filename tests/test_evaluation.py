@@ -10,7 +10,6 @@ from conftest import (
     ATARI,
     ON_POLICY,
     SCRIPTS,
-    SEEDS,
     SHORT,
     TWINS,
     assert_same_numbers,
@@ -28,16 +27,11 @@ EVERY = ("--eval-every", 100, "--eval-episodes", 2)
 
 
 def train(name: str, *args, **options) -> dict:
-    """Train for some 300 steps, on a pole, whose returns depend on the agent; Atari's in scripted games.
-
-    Many agents are two.
-    """
+    """Train for some 300 steps, on a pole, whose returns depend on the agent; Atari's in scripted games."""
     if name in ATARI:
         return play(name, *SHORT[name], *args, **options)
     frequent = () if name in ON_POLICY else ("--log-every", 50)
-    several = ("--seeds", 1, 2, "--updates-per-step", 0.2) if name in SEEDS else ()
-    short = SHORT[TD3 if name in SEEDS else name]
-    return run(name, *world(name, "Balance"), *short, *frequent, *several, *args, **options)
+    return run(name, *world(name, "Balance"), *SHORT[name], *frequent, *args, **options)
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *OTHERS])
@@ -94,23 +88,21 @@ def test_an_evaluation_that_was_killed_is_made_again(name, tmp_path, monkeypatch
         train(name, "--resume", newest.parent / "best.pt", directory=tmp_path)
 
 
-@pytest.mark.parametrize("name", [TD3, "ppo", "ppo_atari_envpool", *SEEDS])
+@pytest.mark.parametrize("name", [TD3, "ppo", "ppo_atari_envpool"])
 def test_the_best_agent_of_steps_that_are_done_again_goes(name, tmp_path):
     """An earlier one stays, and so does a file of that name that is no checkpoint."""
     train(name, *EVERY, "--save-model", directory=tmp_path)
-    folders = [path.parent for path in sorted(tmp_path.glob("runs/*/best.pt"))]
-    assert len(folders) == (2 if name in SEEDS else 1)
-    bests = [torch.load(folder / "best.pt") for folder in folders]
+    [file] = tmp_path.glob("runs/*/best.pt")
+    best = torch.load(file)
     for more, later in enumerate((False, None, True), start=4):
-        for folder, best in zip(folders, bests, strict=True):
-            if later:
-                torch.save(best | {"progress": {"global_step": 10_000}}, folder / "best.pt")
-            elif later is None:
-                (folder / "best.pt").write_text("mine")
+        if later:
+            torch.save(best | {"progress": {"global_step": 10_000}}, file)
+        elif later is None:
+            file.write_text("mine")
         steps = ("--total-timesteps", 100 * more, "--eval-every", 10**9)
-        again = train(name, "--resume", *folders, *steps, directory=tmp_path)["summary"]["best_eval_return"]
-        assert all((folder / "best.pt").exists() is not bool(later) for folder in folders)
-        assert all((value is None) is bool(later) for value in (again if name in SEEDS else [again]))
+        on = train(name, "--resume", file.parent, *steps, directory=tmp_path)
+        assert file.exists() is not bool(later)
+        assert (on["summary"]["best_eval_return"] is None) is bool(later)
 
 
 def test_a_best_agent_that_is_gone_does_not_count_and_one_goes_only_if_steps_are_done(tmp_path):
@@ -126,24 +118,23 @@ def test_a_best_agent_that_is_gone_does_not_count_and_one_goes_only_if_steps_are
     assert again == torch.load(best)["progress"]["best_eval"]
 
 
-@pytest.mark.parametrize("name", [TD3, "ppo", *SEEDS])
+@pytest.mark.parametrize("name", [TD3, "ppo"])
 def test_the_best_agent_of_an_easier_task_does_not_count(name, tmp_path):
     env_id = "CartPole-v1" if name == "ppo" else "InvertedPendulum-v4"  # rewards are 1
-    several = ("--seeds", 1, 2, "--updates-per-step", 0.2) if name in SEEDS else ()
-    short, kwargs = SHORT[TD3 if name in SEEDS else name], '{"max_episode_steps": %d}'
-    options = ("--env-id", env_id, *short, *several, "--env-kwargs", kwargs % 5, "--save-model")
+    kwargs = '{"max_episode_steps": %d}'
+    options = ("--env-id", env_id, *SHORT[name], "--env-kwargs", kwargs % 5, "--save-model")
     run(name, *options, *EVERY, directory=tmp_path)
-    folders = [path.parent for path in tmp_path.glob("runs/*/best.pt")]
+    [best] = tmp_path.glob("runs/*/best.pt")
     more = ("--total-timesteps", 600, "--env-kwargs", kwargs % 2)
-    best = run(name, "--resume", *folders, *more, directory=tmp_path)["summary"]["best_eval_return"]
-    assert best == ([2, 2] if name in SEEDS else 2)
+    on = run(name, "--resume", best.parent, *more, directory=tmp_path)
+    assert on["summary"]["best_eval_return"] == 2
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, *TWINS, *SEEDS])
+@pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])
 def test_sps_leaves_out_evaluations_and_what_is_before_learning(name, monkeypatch):
     """By a clock that ticks with each step of an environment: once, or before learning ten times."""
-    ticks, step, games_step, agents = [], Balance.step, ScriptedGames.step, 2 if name in SEEDS else 1
-    before_learning = 0 if name in ON_POLICY else 100 * agents
+    ticks, step, games_step = [], Balance.step, ScriptedGames.step
+    before_learning = 0 if name in ON_POLICY else 100
 
     def ticking(self, action):
         ticks.append(10 if len(ticks) < before_learning else 1)
@@ -159,7 +150,7 @@ def test_sps_leaves_out_evaluations_and_what_is_before_learning(name, monkeypatc
     logged = train(name, *EVERY)["logged"]
     rates = [rate for entry, rate in logged["charts/SPS"] if entry > 100]
     assert len(logged["charts/eval_return"]) >= 2 and len(rates) >= 2
-    assert rates == pytest.approx([1 / agents] * len(rates))
+    assert rates == pytest.approx([1] * len(rates))
 
 
 def test_a_mean_that_is_not_finite_is_never_the_best(tmp_path, monkeypatch):
@@ -182,17 +173,3 @@ def test_a_mean_that_is_not_finite_is_never_the_best(tmp_path, monkeypatch):
     logged = [mean for _, mean in result["logged"]["charts/eval_return"]]
     assert logged == pytest.approx(means, nan_ok=True)
     assert saved == [3, 5, 5] and result["summary"]["best_eval_return"] == 5
-
-
-@pytest.mark.parametrize("name", SEEDS)
-def test_of_many_agents_each_keeps_its_best(name, tmp_path):
-    without, evaluated = train(name), train(name, *EVERY, directory=tmp_path)
-    for first, second in zip(without["states"], evaluated["states"], strict=True):
-        tensors = ({key: item.state_dict() for key, item in state.items()} for state in (first, second))
-        torch.testing.assert_close(*tensors, rtol=0, atol=0)
-    kept = [
-        torch.load(tmp_path / folder / "best.pt")["progress"]["best_eval"] for folder in evaluated["folders"]
-    ]
-    logged = [value for _, value in evaluated["logged"]["charts/eval_return"]]  # one agent, then the other
-    assert evaluated["summary"]["best_eval_return"] == kept
-    assert kept == pytest.approx([max(logged[0::2]), max(logged[1::2])])

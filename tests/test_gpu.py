@@ -17,7 +17,6 @@ from conftest import (
     ON_POLICY,
     Q_LEARNING,
     algorithm,
-    assert_close_but_few,
     assert_same_numbers,
     changed,
     draws_of_a_twin,
@@ -86,32 +85,6 @@ def test_twin_computes_what_the_eager_script_does_and_goes_on(script, flags, tmp
     assert_same_numbers(eager, twin, atol=atol, share=FEW if "--compile" in flags else 0)
     for result in (eager, twin):
         assert_no_wait(result)
-
-
-@modes
-@pytest.mark.parametrize("name", conftest.SEEDS)
-def test_agents(name, flags, tmp_path):
-    """They go on from a checkpoint with the same random numbers with each of the flags, and on the CPU."""
-    args = ("--num-seeds", 3, *REACHER)
-    run(name, *args, 66, "--save-model", directory=tmp_path)  # networks at the start are drawn by the device
-    resume = ("--resume", *sorted(tmp_path.glob("runs/*/66.pt")))
-    on_cpu = run(name, *args, 85, *resume, directory=tmp_path)
-    together = run(name, *args, 85, *resume, *flags, cuda=True, directory=tmp_path)
-    assert together["device"].type == "cuda"
-    assert together["summary"]["cudagraphs"] == ("--cudagraphs" in flags)
-    assert together["updates"] == on_cpu["updates"] == 20
-    results = (together, on_cpu)
-    states = [
-        {
-            f"{agent}.{name}.{key}": value.cpu()
-            for agent, state in enumerate(result["states"])
-            for name, item in state.items()
-            for key, value in item.state_dict().items()
-        }
-        for result in results
-    ]
-    assert_close_but_few(*states, rtol=1e-3, atol=1e-3, share=FEW)
-    assert_no_wait(together)
 
 
 @each

@@ -13,7 +13,6 @@ from conftest import (
     NOT_ATARI,
     OFF_POLICY,
     Q_LEARNING,
-    SEEDS,
     algorithm,
     changed,
     cli,
@@ -103,12 +102,11 @@ def test_actions_of_several_parts_are_learnt():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*BALANCE, *COMPILED, "td3_continuous_action_seeds"])
+@pytest.mark.parametrize("name", [*BALANCE, *COMPILED])
 def test_learns_to_balance(name):
     """At random a return is 3 or so; seeds 1 to 3 reach 87 to 99."""
     steps, _, args = learn(name)
     args += ["--v-max", 20] if takes(name, "v_max") else []
-    args += ["--num-seeds", 2] if name in SEEDS else []
     args += ["--num-updates", 1] if takes(name, "num_updates") else []
     options = (*world(name, "Balance"), *args, "--gamma", 0.95, "--total-timesteps", steps)
     options += ("--compile",) if name in COMPILED else ()
@@ -118,7 +116,7 @@ def test_learns_to_balance(name):
         summary = json.loads(process.stdout.splitlines()[-1])
     else:
         summary = run(name, *options)["summary"]
-    assert np.min(summary["episodic_return_10"]) > 83
+    assert summary["episodic_return_10"] > 83
 
 
 @pytest.mark.slow

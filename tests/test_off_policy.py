@@ -199,7 +199,7 @@ def test_the_share_of_random_actions_changes_while_it_runs(name, begin, end, fra
     assert shares == pytest.approx([begin + (end - begin) * share for share in done])
 
 
-@pytest.mark.parametrize("name", [*OFF_POLICY, *conftest.SEEDS])
+@pytest.mark.parametrize("name", OFF_POLICY)
 def test_targets_begin_as_their_networks_and_alpha_at_1(name):
     """Seen where nothing moves: with a learning rate and a tau of 0."""
     fixed = ("--batch-size", 4, "--learning-starts", 10, "--total-timesteps", 20, "--tau", 0, *rates(name, 0))

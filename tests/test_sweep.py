@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import psutil
 import pytest
-from conftest import LEANRL, ROOT, SEEDS, make_commit
+from conftest import LEANRL, ROOT, make_commit
 from slurm import slurm_cluster, wait_until
 
 from benchmark.collection import COLLECTION
@@ -250,57 +250,33 @@ def test_no_helper_outlives_a_run_that_is_ended():
     assert not psutil.wait_procs([helper], timeout=60)[1]
 
 
-def test_a_run_of_several_agents_is_one_line_without_a_curve(house):
-    """Of which one was lost: it counts as a run of the others, and is not repeated."""
-    sibling = house.leanrl / "td3_continuous_action_seeds.py"
-    sibling.write_text(f"{STAND_IN}\nimport shutil\nshutil.copytree(folder, 'runs/another')\n")
-    agents = {"seeds": [1, 2, 3], "lost_seeds": {"2": "qf_loss is nan at step 9"}}
-    agents |= {"episodic_return": [90.0, None, 70.0], "episodic_return_10": [95.0, None, 75.0]}
-    house.tell(1, f"said = {agents | {'folder': 'runs/of_a_machine'}}")
-    scripts = ("--scripts", "td3_continuous_action", "ppo_continuous_action")
-    output, error = house.sweep(*scripts, "--modes", "seeds", "--seeds", 1, "--checkpoint-every", 10)
-    assert error.startswith("skipped: seeds needs leanrl/ppo_continuous_action_seeds.py, which there is not")
-    [line], [curve] = house.lines(), house.curves()
-    assert (line["script"], line["seed"], line["attempts"]) == (sibling.stem, 1, 1)
-    assert line.items() >= agents.items() and "folder" not in line
-    assert (curve["step"], curve["seconds"], curve["episodic_return"]) == ([], [], [])
-    assert not house.checkpoints()  # it could not go on from what run_job finds
-    assert "| td3_continuous_action: LeanRL seeds, 2 agents `--compile` | 101 |" in output
-    assert f"lost: the agent of seed 2 in {line['job']}: qf_loss is nan at step 9" in output
-    assert [path.name for path in (house.folder / "plots").iterdir()] == ["speed.png"]
-
-
 def test_real_scripts_are_what_the_sweep_takes_them_for(tmp_path):
-    """One is stopped and goes on from its checkpoint, in the folder that it had; another has two agents."""
+    """One is stopped and goes on from its checkpoint, in the folder that it had."""
+    script, folder = "td3_continuous_action", tmp_path / "job"
+    folder.mkdir()
 
-    def start(script: str, steps: int, *options: str) -> subprocess.Popen:
-        (folder := tmp_path / script).mkdir(exist_ok=True)
+    def start(steps: int) -> subprocess.Popen:
         command = [sys.executable, str(LEANRL / f"{script}.py"), "--env-id=InvertedPendulum-v4", "--no-cuda"]
-        command += ["--learning-starts=100", "--log-every=10", f"--total-timesteps={steps}", *options]
-        write_job(folder, Job(command, str(tmp_path / "cache"), 300, resumable=saves in options))
+        command += ["--learning-starts=100", "--log-every=10", f"--total-timesteps={steps}"]
+        command.append("--checkpoint-every=99999")
+        write_job(folder, Job(command, str(tmp_path / "cache"), 300, resumable=True))
         return subprocess.Popen([sys.executable, "-m", "benchmark.sweep.process", folder], cwd=ROOT)
 
-    saves = "--checkpoint-every=99999"
-    single, several = "td3_continuous_action", "td3_continuous_action_seeds"
-    of_several, first = start(several, 200, "--num-seeds=2"), start(single, 100_000, saves)
-    log = tmp_path / single / "log.txt"
+    first, log = start(100_000), folder / "log.txt"
     assert wait_until(lambda: log.exists() and "SPS" in log.read_text())  # is training
     for _ in range(2):  # as Slurm may send it to each process of a job
         first.terminate()
         time.sleep(0.1)
     assert first.wait(60) == 130
-    [saved] = tmp_path.glob(f"{single}/runs/*/[0-9]*.pt")
+    [saved] = folder.glob("runs/*/[0-9]*.pt")
     step = int(saved.stem)
-    assert [process.wait(120) for process in (of_several, start(single, step + 200, saves))] == [0, 0]
-    run = selection.Run(single, "eager", "A", 1, 9, 1)
+    assert start(step + 200).wait(120) == 0
+    run = selection.Run(script, "eager", "A", 1, 9, 1)
     record = sweep_folder.Record(tmp_path, selection.Args())
-    outcomes = [sweep_folder.read_outcome(tmp_path / script) for script in (single, several)]
-    (line, curve), (of_agents, no_curve) = [record.lines_of(run, outcome, 1) for outcome in outcomes]
+    line, curve = record.lines_of(run, sweep_folder.read_outcome(folder), 1)
     assert (line["status"], line["resumed"], line["total_timesteps"]) == ("ok", step, step + 200)
     assert line["startup_seconds"] > 0.5 and line["sps"] > 0
     assert 0 < curve["step"][-1] <= step + 200
-    assert (of_agents["status"], of_agents["seeds"], of_agents["lost_seeds"]) == ("ok", [1, 2], {})
-    assert len(of_agents["episodic_return"]) == 2 and no_curve["step"] == []
 
 
 def test_a_run_with_long_arguments_has_a_name_that_a_folder_can_have(tmp_path):
@@ -396,17 +372,6 @@ def test_libraries_take_one_thread_where_our_scripts_do():
     assert {run.mode for run in runs if run.algorithm in ours} >= {"cleanrl", "sb3", "sbx"}
 
 
-def test_each_seed_of_the_selection_is_a_run_of_several_agents():
-    runs = selection.select(selection.Args(modes=("both", "seeds_both"), seeds=(3, 5)), gpus=["0"])
-    of_several = [run for run in runs if run.mode == "seeds_both"]
-    assert [run.seed for run in of_several] == sorted([3, 5] * len(SEEDS))
-    assert {run.algorithm for run in of_several} == {name.removesuffix("_seeds") for name in SEEDS}
-    for run in of_several:
-        _, script, *flags = run.command(None)
-        assert Path(script).name == f"{run.algorithm}_seeds.py"
-        assert {"--compile", "--cudagraphs", f"--seed={run.seed}"} <= set(flags)
-
-
 def test_a_run_in_several_processes_is_started_by_torchrun():
     args = selection.Args(modes=("compile", "ranks_both"), seeds=(3,), ranks=4, options={"num_envs": "2"})
     runs = [run for run in selection.select(args, gpus=list("0123")) if run.mode == "ranks_both"]
@@ -457,7 +422,7 @@ PRECISION = "--options does not take precision, which the mode tf32 sets"
         (["--workers", "1000"], "--workers and --runs-per-gpu: 1000 runs at a time, and there are"),
         (["--runs-per-gpu", "2"], "--runs-per-gpu takes 1 where there is no GPU"),
         (["--options", "seed", "5"], "--options does not take seed: use --seeds"),
-        (["--options", "seeds", "5", "--modes", "seeds"], "--options does not take seeds: use --seeds"),
+        (["--modes", "seeds"], "--modes takes cleanrl, "),
         (["--options", "precision", "float32", "--modes", "tf32"], PRECISION),
         (["--options", "env_id", "Acrobot-v1"], "--options does not take env-id: use --env-ids, "),
         (["--options", "no-compile", ""], "--options does not take no-compile: use --modes"),
@@ -508,7 +473,7 @@ def test_what_tables_do_not_tell_apart_has_folders_of_its_own():
 # What a stand-in does, and how it is told of.
 FAILURES = {
     "os.kill(os.getpid(), 9)": "killed by SIGKILL",
-    "sys.exit('all agents are lost')": "exit status 1",
+    "sys.exit('a loss is nan')": "exit status 1",
     "import atexit; atexit.register(os._exit, 4)": "exit status 4",  # after its summary
     "time.sleep(99)": "took longer than 3 s",
     "os.kill(os.getppid(), 9); time.sleep(99)": "the process that ran it died",  # who watches it dies

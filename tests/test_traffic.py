@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from conftest import ACTOR_CRITIC, DQN, OFF_POLICY, ROOT, SCRIPTS, SEEDS, TWINS, play
+from conftest import ACTOR_CRITIC, DQN, OFF_POLICY, ROOT, SCRIPTS, TWINS, play
 from traffic import TrafficError, counted_traffic
 
 # A gradient step after each of 22 steps, without a log entry; or four rollouts of eight, with four of them.
@@ -16,13 +16,13 @@ ROLLOUTS = ("--num-steps", 8, "--num-minibatches", 2, "--update-epochs", 2)
 # Of the steps an even number of gradient steps, or the second rollout and the third.
 STEADY = {"off-policy": slice(24, 40), "on-policy": slice(8, 24)}
 EVENTS = ("to the device", "to the host", "wait", "operation")
-OVERLAPPED = [*SEEDS, *(name for name in ACTOR_CRITIC if name in TWINS)]
+OVERLAPPED = [name for name in ACTOR_CRITIC if name in TWINS]
 
 
 def row(command: str) -> str:
     """The row of the table for a script and its options, counted in a run that saves and evaluates, too."""
     name, *options = command.split()
-    off_policy = name in (*OFF_POLICY, *SEEDS)
+    off_policy = name in OFF_POLICY
     if off_policy:
         args = (*STEPS, *options, *(EACH_STEP if name in DQN else ()))
     else:

@@ -18,7 +18,6 @@ from conftest import (
     ON_POLICY,
     ROOT,
     SCRIPTS,
-    SEEDS,
     TWINS,
     algorithm,
     changed,
@@ -35,8 +34,8 @@ SECTIONS += ["Backends"]  # but for Atari, which EnvPool alone has
 SECTIONS += ["Setup", "Algorithm", "Training", "End"]
 # A file with what it is a sibling of.
 SIBLINGS = dict(zip(TWINS, SCRIPTS, strict=True))
-SIBLINGS |= {name: re.sub("_(seeds|multigpu)$", "_torchcompile", name) for name in (*SEEDS, *MULTIGPU)}
-every = pytest.mark.parametrize("name", [*SCRIPTS, *TWINS, *SEEDS, *MULTIGPU])
+SIBLINGS |= {name: re.sub("_multigpu$", "_torchcompile", name) for name in MULTIGPU}
+every = pytest.mark.parametrize("name", [*SCRIPTS, *TWINS, *MULTIGPU])
 
 
 # ---- Texts -------------------------------------------------------------------------------------------------
@@ -47,18 +46,18 @@ def test_a_script_is_read_in_one_sitting_and_what_it_shares_is_what_the_program_
     assert copy_shared.shared(name, text(name)) == text(name)
     lines, nodes = text(name).splitlines(), list(ast.walk(ast.parse(text(name))))
     assert max(map(len, lines)) <= 110
-    assert len(copy_shared.section(text(name), "Run").strip().splitlines()) <= 141 or name in SEEDS
+    assert len(copy_shared.section(text(name), "Run").strip().splitlines()) <= 141
     classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.bases]
     first = min(node.lineno for node in classes if ast.unparse(node.bases[0]) == "nn.Module")
     assert first < 162 or name not in SCRIPTS  # 150 are aimed at
     [loop] = [n for n in nodes if isinstance(n, ast.While) and ast.unparse(n.test) == "not last"]
-    assert loop.end_lineno - loop.lineno < (90 if name in (*SEEDS, *MULTIGPU) else 66)
+    assert loop.end_lineno - loop.lineno < (90 if name in MULTIGPU else 66)
 
 
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_the_diff_is_short_and_every_hunk_has_a_tag_that_is_explained(name):
     # 150, 300 and 200 are aimed at.
-    kind, most = ("fast", 313) if name in TWINS else ("seeds", 436) if name in SEEDS else ("ranks", 251)
+    kind, most = ("fast", 313) if name in TWINS else ("ranks", 251)
     files = [ROOT / "leanrl" / f"{file}.py" for file in (SIBLINGS[name], name)]
     diff = subprocess.run(["diff", *files], capture_output=True, text=True).stdout
     assert 0 < len(re.findall("(?m)^[<>]", diff)) <= most

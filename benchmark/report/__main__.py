@@ -127,8 +127,6 @@ def report_folder(folder: Path) -> bool:
     for line in lines:
         if line["status"] == "failed":
             print(f"\nfailed: {line['job']}: {line['reason']}")
-        for seed, reason in line.get("lost_seeds", {}).items():
-            print(f"\nlost: the agent of seed {seed} in {line['job']}: {reason}")
     drawn = folder / "curves.jsonl"
     curves = results.read(drawn, results.check_curve, growing=True) if drawn.exists() else []
     paths = write_plots(lines, curves, folder / "plots")

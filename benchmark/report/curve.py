@@ -34,13 +34,12 @@ def logged(runs: Path) -> dict[str, list]:
     """All returns that the run in a folder `runs` has logged: the columns of a `Curve`, not yet in groups.
 
     `starts.txt` there has the Unix times at which the run was started or taken up. What it had done beyond
-    the checkpoint from which it was taken up is left out, and returns that are not finite. Of several agents,
-    each of which has a folder there, it is empty: their episodes are not those of one curve.
+    the checkpoint from which it was taken up is left out, and returns that are not finite.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second
 
-    folders, episodes, evaluations = [path for path in runs.glob("*") if path.is_dir()], [], []
-    for folder in folders if len(folders) == 1 else []:
+    episodes, evaluations = [], []
+    for folder in runs.glob("*/"):
         log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
         for name, events in {"episodic_return": episodes, "eval_return": evaluations}.items():
             if f"charts/{name}" in log.Tags()["scalars"]:

@@ -21,11 +21,11 @@ import numpy as np
 from benchmark import RESULTS
 from benchmark.collection import COLLECTION
 from benchmark.machine import script_in
-from benchmark.modes import LIBRARIES, SEEDS
+from benchmark.modes import LIBRARIES
 from benchmark.report import results
 from benchmark.report.curve import in_groups, logged
 from benchmark.report.plots import at_each_step, draw_evaluations, on_one_grid, panels
-from benchmark.report.tables import by, markdown, name_of, of_agents, packages_and_commits
+from benchmark.report.tables import by, markdown, name_of, packages_and_commits
 from benchmark.terminal import refuse
 
 LAST = 100  # training episodes, whose mean return is what a run has reached
@@ -73,7 +73,7 @@ def is_through(steps: int, asked: int) -> bool:
 
 def reached(runs: list[dict]) -> str:
     """The mean over seeds of what runs have reached, and its interval."""
-    values = of_agents(runs, "episodic_return")
+    values = [run["episodic_return"] for run in runs]
     mean, bounds = told(statistics.mean(values)), interval(values)
     return mean if bounds is None else f"{mean} [{told(bounds[0])}, {told(bounds[1])}]"
 
@@ -138,9 +138,9 @@ def sweep_table(lines: list[dict]) -> str:
     rows, groups = [], by(trained(lines), "algorithm", "env_id", "steps", "mode")
     for (name, env_id, asked, mode), runs in groups.items():
         runs.sort(key=lambda run: run["seed"])
-        if not (values := of_agents(runs, "episodic_return")):  # agents without an episode
-            continue
-        rates = of_agents([run for run in runs if "success_rate" in run], "success_rate")
+        values = [run["episodic_return"] for run in runs]
+        # Scripts do not tell it by themselves: a copy may, and those of 0.2 did.
+        rates = [run["success_rate"] for run in runs if run.get("success_rate") is not None]
         rate = f"{statistics.mean(rates):.2f}" if rates else ""
         returns = [str(len(values)), reached(runs), ", ".join(map(told, values)), rate]
         rows.append([f"{name}, {env_id}: {name_of(mode, runs)}", f"{asked:,}", *returns])
@@ -339,9 +339,9 @@ def take_over(folders: list[Path], variant: str | None = None, name: str = "abla
     """Put the runs of sweeps among the published ones, unless those are further.
 
     Of a seed that has been run for as many steps more than once it is the run that is further. Only runs of
-    the compiled twin are taken, as a variant any of one agent: those of several agents have no curves. Runs
-    of a variant go into the file `name`, others into learning.jsonl. Raises ResultsError where one is wrong,
-    where those of a variant are of several modes, which its row would mix, and where the file has others.
+    the compiled twin are taken, as a variant any of ours. Runs of a variant go into the file `name`, others
+    into learning.jsonl. Raises ResultsError where one is wrong, where those of a variant are of several
+    modes, which its row would mix, and where the file has others.
     """
     name = name if variant else "learning"
     files = {RESULTS / f"{name}.jsonl": results.check_run}
@@ -361,7 +361,7 @@ def take_over(folders: list[Path], variant: str | None = None, name: str = "abla
         for line, curve in new:
             line |= {"variant": variant} if variant else {}
             known = found.get(identity(line), {"total_timesteps": 0})
-            taken = line["mode"] not in (*SEEDS, *LIBRARIES) if variant else line["mode"] in TAKEN
+            taken = line["mode"] not in LIBRARIES if variant else line["mode"] in TAKEN
             modes |= {line["mode"]} if taken else set()
             if taken and known["total_timesteps"] <= line["total_timesteps"]:
                 line |= {"resume": Path(line["resume"]).name} if line.get("resume") else {}

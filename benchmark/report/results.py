@@ -18,7 +18,7 @@ from benchmark.modes import MODES
 
 FORMAT = 1  # of both files; grows with every change that an older reader would misread
 Mode = Literal[*MODES]
-# a list where a run has several agents, in the order of its `seeds`
+# A list where a run has several agents, in the order of its `seeds`: of results on record alone.
 Return = float | list[float | None] | None
 
 
@@ -82,9 +82,8 @@ class Measured(TypedDict, total=False):
     # area under the curve of GPU utilisation, start-up left out; None without a GPU
     gpu_busy_seconds: float | None
     gpu_memory_mb: float | None  # the most that was in use on the GPU
-    seeds: list[int]  # of the agents of a run that has several; its `seed` is the first
+    seeds: list[int]  # of the agents of a run that has several, as results on record
     ranks: int  # the processes of a run that has several
-    lost_seeds: dict[str, str]  # the seeds of agents that were lost on the way, and why; they have no returns
     episodic_return: Return
     episodic_return_10: Return
     git_commit: str | None
@@ -100,7 +99,7 @@ class Curve(TypedDict):
     format: int
     sweep: str
     job: str
-    # Training episodes, in at most 100 groups: where each ended, and its mean return. None of several agents.
+    # Training episodes, in at most 100 groups: where each ended, and its mean return.
     step: list[int]
     seconds: list[float]
     episodic_return: list[float]

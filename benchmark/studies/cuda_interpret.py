@@ -44,7 +44,7 @@ LIBDEVICE = {"exp": np.exp, "log1p": np.log1p, "pow": np.power, "signbit": np.si
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = tuple(name for name in cuda_code.SCRIPTS if "_seeds" not in name)
+    scripts: tuple[str, ...] = tuple(cuda_code.SCRIPTS)
     """eager scripts; their twins are compiled"""
     env_id: str = "HalfCheetah-v4"
     """the environment of the continuous scripts"""

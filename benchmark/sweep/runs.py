@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmark import LEANRL, ROOT
 from benchmark.collection import COLLECTION, Algorithm
-from benchmark.modes import CUDA_MODES, LIBRARIES, MODES, ORIGINAL, PEERS, RANKS, SEEDS
+from benchmark.modes import CUDA_MODES, LIBRARIES, MODES, ORIGINAL, PAST, PEERS, RANKS
 from benchmark.terminal import check_interpreter, check_names, refuse
 
 
@@ -44,7 +44,6 @@ OF_CHECKS = (*OF_ACTIONS.values(), "total_timesteps", "options")
 OWN = {
     "env-id": "--env-ids, --discrete-env-ids or --atari-env-ids",
     "seed": "--seeds",
-    "seeds": "--seeds",
     "total-timesteps": "--total-timesteps",
     "checkpoint-every": "--checkpoint-every",
     "compile": "--modes",
@@ -63,9 +62,8 @@ class Args:
     """eager scripts; the other modes run their siblings"""
     modes: tuple[str, ...] | None = None
     """eager, twin (no flag), compile, cudagraphs, both, tf32 (both with --precision tf32), bfloat16 (compile)
-    and bfloat16_both; of several agents in a process seeds (compile) and seeds_both; of several processes
-    ranks (compile) and ranks_both; with --peers also cleanrl, sb3, sbx, rltools; with --leanrl also leanrl,
-    leanrl_compile and leanrl_both"""
+    and bfloat16_both; of several processes ranks (compile) and ranks_both; with --peers also cleanrl, sb3,
+    sbx, rltools; with --leanrl also leanrl, leanrl_compile and leanrl_both"""
     seeds: tuple[int, ...] | None = None
     """seeds, each a round of all that is compared"""
     env_ids: tuple[str, ...] | None = None
@@ -178,7 +176,8 @@ def further_options(args: Args) -> dict[str, str]:
 
 def check_args(args: Args) -> None:
     """Refuse argument values that cannot work."""
-    named = {"profile": PROFILES, "scripts": COLLECTION, "modes": MODES, "cluster": ("local", "slurm")}
+    named = {"profile": PROFILES, "scripts": COLLECTION, "cluster": ("local", "slurm")}
+    named |= {"modes": [mode for mode in MODES if mode not in PAST]}
     for name, known in named.items():
         given = getattr(args, name) or ()
         check_names(name, (given,) if isinstance(given, str) else given, known)
@@ -235,7 +234,7 @@ def visible_gpus(args: Args) -> list[str]:
 
 def obstacle(mode: str, script: str, args: Args, gpus: list[str]) -> str | None:
     """Why a mode of a script cannot be run here; None if it can, or where the library does not do it."""
-    if mode in (*SEEDS, *RANKS) and not script_of(script, mode).exists():
+    if mode in RANKS and not script_of(script, mode).exists():
         return f"needs leanrl/{script_of(script, mode).name}, which there is not"
     if mode in RANKS and 0 < len(gpus) < args.ranks:
         return f"needs {args.ranks} GPUs, and there are {len(gpus)}"
@@ -286,9 +285,8 @@ def select(args: Args, gpus: list[str]) -> list[Run]:
                 if learning_starts is not None and profile.checkpoint_every is None:
                     learning_starts = min(1000, steps // 3)
                 for mode in fit:
-                    # Libraries and many agents cannot go on from what a sweep finds.
                     every = args.checkpoint_every or profile.checkpoint_every
-                    every = None if mode in (*LIBRARIES, *SEEDS) else every
+                    every = None if mode in LIBRARIES else every  # which cannot go on
                     ranks = args.ranks if mode in RANKS else None
                     run = Run(script, mode, env_id, seed, steps, learning_starts, every, options, ranks)
                     rounds.setdefault(seed, []).append(run)
