@@ -119,9 +119,9 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     else:
         env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(num_envs)]
         envs = Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
-    space, mode = envs.single_action_space, envs.metadata["autoreset_mode"]
-    if not (isinstance(space, gym.spaces.Box) and space.is_bounded() and mode == AutoresetMode.SAME_STEP):
-        sys.exit(f"--env-id takes bounded vectors as actions and SAME_STEP autoreset, not {space} and {mode}")
+    mode = envs.metadata["autoreset_mode"]
+    if mode != AutoresetMode.SAME_STEP:
+        sys.exit(f"--env-id takes environments with SAME_STEP autoreset, not {mode}")
     return envs
 
 
@@ -244,6 +244,8 @@ if __name__ == "__main__":
     folder = checkpoint["file"].parent if checkpoint else Path(f"runs/{name}")
     envs = make_envs(args, args.num_envs)
     obs_dim, action_space = envs.single_observation_space.shape[0], envs.single_action_space
+    if not (isinstance(action_space, gym.spaces.Box) and action_space.is_bounded()):
+        sys.exit(f"--env-id takes bounded vectors as actions, not {action_space}")
     action_dim = action_space.shape[0]
 
     actor = Actor(obs_dim, action_dim, device)
