@@ -7,7 +7,9 @@ from typing import ClassVar, NamedTuple
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.spaces import Box, Dict, Discrete, Graph, MultiBinary, MultiDiscrete, Tuple
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
 
 # The episodes of Scripted-v0, repeated for ever: every kind of end, also in a first step, in consecutive
 # steps, and both ends at once.
@@ -79,39 +81,6 @@ class Scripted(gym.Env):
         self.actions.append(np.copy(action))
         row, self.row = self.row, next(self.rows)
         return self.row.obs, row.reward, row.terminated, row.truncated, {}
-
-
-class ScriptedPool(gym.Env):
-    """In place of `envpool.make`: steps environments of Gymnasium as EnvPool does, whatever their seeds."""
-
-    config: ClassVar = {"max_num_players": 1}
-
-    def __init__(self, task_id, env_type, *, num_envs, batch_size, num_threads, seed, render_mode):
-        assert (env_type, len(seed), batch_size) == ("gymnasium", num_envs, num_envs)
-        assert 1 <= num_threads <= num_envs
-        self.envs, self.seed = [gym.make(task_id) for _ in seed], seed
-        self.observation_space, self.action_space = self.envs[0].observation_space, self.envs[0].action_space
-        self.over = np.ones(num_envs, bool)
-
-    def _observe(self, seen: list):
-        if isinstance(self.observation_space, Dict):  # EnvPool gives them in another order
-            return {key: np.stack([obs[key] for obs in seen]) for key in [*self.observation_space][::-1]}
-        return np.stack(seen)
-
-    def reset(self, env_id=None):
-        chosen = range(len(self.envs)) if env_id is None else env_id
-        self.over[chosen] = False
-        return self._observe([self.envs[index].reset()[0] for index in chosen]), {}
-
-    def step(self, actions):
-        steps = []
-        for env, over, action in zip(self.envs, self.over, actions, strict=True):
-            steps.append((env.reset()[0], 0.0, False, False, {}) if over else env.step(action))
-        seen, rewards, terminated, truncated, infos = zip(*steps, strict=True)
-        terminated, truncated = np.array(terminated), np.array(truncated)
-        self.over = terminated | truncated
-        info = {"is_success": np.array([info.get("is_success", False) for info in infos])}
-        return self._observe(seen), np.array(rewards), terminated & ~truncated, truncated, info
 
 
 class Bytes(Scripted):
@@ -368,10 +337,6 @@ class Faulty(Careless):
         return self._or("observation", obs), self._or("reward", earned, np.inf), *ends
 
 
-class GraphObs(Careless):
-    observation_space = Graph(Box(-1, 1, (1,), np.float32), None)
-
-
 class Integers(Careless):
     def __init__(self):
         super().__init__()
@@ -379,10 +344,9 @@ class Integers(Careless):
 
 
 class Parts(Scripted):
-    """Scripted-v0 with observations of named parts, of which the last are not vectors, and much in its infos.
+    """Scripted-v0 with observations of named parts, of which the last are not vectors, and odd infos.
 
-    An info has a text of its own, a value that changes its type, what the wrappers of Gymnasium call an
-    episode, and is_success: whether an episode has more than one step.
+    An info has the key 0, a value that changes its type, and what the wrappers of Gymnasium call an episode.
     """
 
     at = Tuple((Discrete(3), MultiBinary(2)))
@@ -394,21 +358,58 @@ class Parts(Scripted):
 
     def reset(self, *, seed=None, options=None):
         obs, _ = super().reset(seed=seed)
-        return self._parts(obs), {"changes": "at first a text", "episode": 1}
+        return self._parts(obs), {"changes": "at first a text", "episode": 1, 0: "zero"}
 
     def step(self, action):
         obs, *rest, _ = super().step(action)
         info = {"changes": np.ones(int(obs[1, 0])) if obs[1, 0] % 2 else [None], "episode": {"r": "none"}}
-        return self._parts(obs), *rest, info | {"is_success": obs[1:2, 0] > 1}
+        return self._parts(obs), *rest, info | {0: {"final_obs": None}}
 
 
-class Boxes(Parts):
-    """With parts that are boxes, as EnvPool has them."""
+class Lists(Scripted):
+    """Returns lists, not arrays."""
 
-    observation_space = Dict(a=Parts.observation_space["seen"], b=Box(-np.inf, np.inf, (2,), np.float64))
+    def reset(self, **options):
+        obs, info = super().reset(**options)
+        return obs.tolist(), info
 
-    def _parts(self, obs: np.ndarray) -> dict:
-        return {"b": obs[1], "a": obs}
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return obs.tolist(), *rest
+
+
+class Walks(VectorEnv):
+    """A vector environment in NumPy: walkers on a line, who fall at a distance of 1, and stop after 20 steps.
+
+    A reward is the last step, so that walking in one direction is worth 1 or so.
+    """
+
+    metadata: ClassVar = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def __init__(self, num_envs: int, choices: int = 0, mode: AutoresetMode = AutoresetMode.SAME_STEP):
+        self.num_envs, self.metadata = num_envs, {"autoreset_mode": mode}
+        self.choices = np.linspace(-1, 1, choices)
+        self.single_observation_space = Box(-np.inf, np.inf, (2,), np.float32)
+        self.single_action_space = Discrete(choices) if choices else Box(-1, 1, (1,), np.float32)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+
+    def reset(self, *, seed=None, options=None):
+        self.rng = np.random.default_rng(seed)
+        self.place, self.left = self.rng.uniform(-0.1, 0.1, self.num_envs), np.full(self.num_envs, 20)
+        return self._seen(), {}
+
+    def _seen(self) -> np.ndarray:
+        return np.stack([self.place, self.left / 20], axis=1).astype(np.float32)
+
+    def step(self, actions):
+        assert len(actions) == self.num_envs and self.single_action_space.contains(actions[0])
+        moves = 0.3 * (self.choices[actions] if len(self.choices) else actions[:, 0])
+        self.place, self.left = self.place + moves, self.left - 1
+        fallen, late, final_obs = np.abs(self.place) > 1, self.left == 0, self._seen()
+        over = fallen | late
+        self.place[over], self.left[over] = self.rng.uniform(-0.1, 0.1, over.sum()), 20
+        return self._seen(), moves, fallen, late & ~fallen, {"final_obs": final_obs}
 
 
 class Talkative(Careless):
@@ -427,31 +428,25 @@ def choosing(kind: type[gym.Env]) -> type[gym.Env]:
     return Choosing
 
 
+def plain(kind: type[gym.Env]) -> Callable[..., gym.Env]:
+    """A kind of environment that is asked for a render mode."""
+    return lambda render_mode=None, **options: kind(**options)
+
+
 def register(kind: type[gym.Env], name: str = "", **options) -> None:
     """Let gym.make find a kind of environment, with actions of either sort."""
     for suffix, either in {"": kind, "Choices": choosing(kind)}.items():
-        gym.register(f"{name or kind.__name__}{suffix}-v0", entry_point=either, kwargs=options)
+        gym.register(f"{name or kind.__name__}{suffix}-v0", entry_point=plain(either), kwargs=options)
 
 
-for kind in (
-    Scripted,
-    Balance,
-    Careless,
-    Faulty,
-    Bytes,
-    Interrupted,
-    GraphObs,
-    Integers,
-    Parts,
-    Boxes,
-    Cue,
-    Talkative,
-):
+KINDS = (Scripted, Balance, Careless, Faulty, Bytes, Interrupted, Integers, Parts, Lists, Cue, Talkative)
+for kind in KINDS:
     register(kind)
-gym.register("Codes-v0", entry_point=Codes)
-gym.register("Masked-v0", entry_point=Masked)
+for suffix, options in {"": {}, "Choices": {"choices": 3}, "Next": {"mode": AutoresetMode.NEXT_STEP}}.items():
+    gym.register(f"Walks{suffix}-v0", vector_entry_point=Walks, kwargs=options)
+gym.register("Codes-v0", entry_point=plain(Codes))
+gym.register("Masked-v0", entry_point=plain(Masked))
 register(Careless, "Unbounded", low=-np.inf, high=np.inf)
-register(Careless, "Flat", low=1, high=1)
 # The value is the observation.
 SEEN = {"observe": lambda _, rng: rng.uniform(-1, 1), "reward": lambda _, seen: seen}
 register(Probe, "ObservationReward", length=1, terminated=True, **SEEN)

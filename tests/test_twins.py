@@ -1,12 +1,14 @@
 """A script and its twin: the same text where it should be, the same numbers everywhere, nothing too long."""
 
 import ast
+import json
 import re
 import subprocess
 import tomllib
 from contextlib import nullcontext
 from unittest.mock import patch
 
+import budget
 import conftest
 import copy_shared
 import pytest
@@ -14,6 +16,7 @@ import torch
 from conftest import (
     ATARI,
     EACH_STEP,
+    MEMORY,
     MULTIGPU,
     ON_POLICY,
     ROOT,
@@ -29,38 +32,58 @@ from packaging.requirements import Requirement
 from torch import nn
 from torch._dynamo.utils import counters
 
-SECTIONS = ["Arguments", "Environment", "Networks", "Run"]
-SECTIONS += ["Backends"]  # but for Atari, which EnvPool alone has
-SECTIONS += ["Setup", "Algorithm", "Training", "End"]
+SECTIONS = ["Arguments", "Environment", "Networks", "Run", "Setup", "Algorithm", "Training", "End"]
 # A file with what it is a sibling of.
 SIBLINGS = dict(zip(TWINS, SCRIPTS, strict=True))
 SIBLINGS |= {name: re.sub("_multigpu$", "_torchcompile", name) for name in MULTIGPU}
+FILES = [conftest.LEANRL / f"{name}.py" for name in (*SCRIPTS, *TWINS, *MULTIGPU)]
 every = pytest.mark.parametrize("name", [*SCRIPTS, *TWINS, *MULTIGPU])
 
 
 # ---- Texts -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_what_scripts_share_is_the_same_text(file):
+    differ = [other.name for other in FILES if copy_shared.shared(file, other) != other.read_text()]
+    assert not differ, f"if {file.name} is right, run python tests/copy_shared.py leanrl/{file.name}"
+
+
 @every
-def test_a_script_is_read_in_one_sitting_and_what_it_shares_is_what_the_program_copies(name):
-    sections = [title for title in SECTIONS if title != "Backends" or algorithm(name).actions != "atari"]
-    assert re.findall(r"(?m)^ *# ---- (\w+).* -+$", text(name)) == sections
-    assert copy_shared.shared(name, text(name)) == text(name)
+def test_a_script_is_read_in_one_sitting(name):
+    sections = re.findall(r"(?m)^ *# ---- (\w+).* -+$", text(name))
+    assert sorted(sections) == sorted(SECTIONS), "a script has these ruled sections, which tests look for"
     lines, nodes = text(name).splitlines(), list(ast.walk(ast.parse(text(name))))
-    assert max(map(len, lines)) <= 110
-    assert len(copy_shared.section(text(name), "Run").strip().splitlines()) <= 141
+    long = [number for number, line in enumerate(lines, 1) if len(line) > 110]
+    assert not long, f"break lines {long} in two: they have more than 110 columns"
+    run = copy_shared.section(text(name), "Run").strip().splitlines()
+    assert len(run) <= 50, f"Run has {len(run)} lines: the tests allow 50, as each script has them"
     classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.bases]
     first = min(node.lineno for node in classes if ast.unparse(node.bases[0]) == "nn.Module")
-    assert first < 162 or name not in SCRIPTS  # 150 are aimed at
+    assert first < (180 if name in SIBLINGS else 150), f"shorten what stands above line {first}, a network"
     [loop] = [n for n in nodes if isinstance(n, ast.While) and ast.unparse(n.test) == "not last"]
-    assert loop.end_lineno - loop.lineno < (90 if name in MULTIGPU else 66)
+    length = loop.end_lineno - loop.lineno
+    most = 90 if name in MULTIGPU else 66
+    assert length < most, f"the loop has {length} lines: have it fit on a screen, a part may be a function"
+
+
+@every
+def test_plumbing_only_gets_less(name):
+    now, allowed = (
+        budget.plumbing(conftest.LEANRL / f"{name}.py"),
+        json.loads(budget.BUDGET.read_text())[name],
+    )
+    told = "take something else out, or, after taking out, run python tests/budget.py to lower it"
+    for what, number, most in zip(("tokens", "lines"), now, allowed, strict=True):
+        assert number <= most, f"{name}.py has {number} {what} of plumbing, {most} are allowed: {told}"
 
 
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_the_diff_is_short_and_every_hunk_has_a_tag_that_is_explained(name):
-    # 150, 300 and 200 are aimed at.
-    kind, most = ("fast", 313) if name in TWINS else ("ranks", 251)
+    kind = "fast" if name in TWINS else "ranks"
+    most = 270 if name in MEMORY else 220
     files = [ROOT / "leanrl" / f"{file}.py" for file in (SIBLINGS[name], name)]
     diff = subprocess.run(["diff", *files], capture_output=True, text=True).stdout
-    assert 0 < len(re.findall("(?m)^[<>]", diff)) <= most
+    changed = len(re.findall("(?m)^[<>]", diff))
+    assert 0 < changed <= most, f"{changed} lines differ: write what is no trick the same way in both files"
     lines = text(name).splitlines()
     below = next(number for number, line in enumerate(lines) if line.startswith("# ---- Environment"))
     titled = [node for node in ast.parse(text(name)).body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
@@ -68,12 +91,14 @@ def test_the_diff_is_short_and_every_hunk_has_a_tag_that_is_explained(name):
     for hunk in re.split(r"(?m)^(?=\d)", diff)[1:]:
         line = int(re.search(r"[acd](\d+)", hunk)[1])
         within = any(node.lineno <= line <= node.end_lineno for node in tagged)
-        assert line <= below or within or re.search(rf"(?m)^>.*\[{kind}: ", hunk), hunk
+        has_tag = line <= below or within or re.search(rf"(?m)^>.*\[{kind}: ", hunk)
+        assert has_tag, f"name the trick in a comment, # [{kind}: ...], or undo what differs:\n{hunk}"
     docstring, code = text(name).split('\n"""\n', 1)
     tags = {tag for tags in re.findall(rf"\[{kind}: (.*?)\]", code) for tag in tags.split(", ")}
     explained = re.findall(rf"(?m)^- \[{kind}: (.*?)\] \S", docstring)
-    assert sorted(explained) == sorted(tags)
-    assert tags <= {*re.findall(r"(?m)^### (.*)$", (ROOT / "docs" / "tricks.md").read_text())}
+    assert sorted(explained) == sorted(tags), "the docstring has a line for each tag below, and no other"
+    chapters = {*re.findall(r"(?m)^### (.*)$", (ROOT / "docs" / "tricks.md").read_text())}
+    assert tags <= chapters, f"docs/tricks.md lacks a chapter on {tags - chapters}"
 
 
 @every
@@ -169,7 +194,7 @@ def test_eager_twin_and_compiled_twin_compute_the_same(case):
     for result in results:
         # Adam's first steps divide by gradients near zero, where rounding decides: a parameter may differ by
         # one step of the learning rate, of 20 or 8.
-        conftest.assert_same_numbers(results[0], result, atol=3e-4 if on_policy else 1e-3)
+        conftest.assert_same_numbers(results[0], result, atol=3e-4 if on_policy else 1e-3, share=1e-6)
         # No tensor holds more than what it was computed from: else memory would grow without end.
         modules = [item for item in result["state"].values() if isinstance(item, nn.Module)]
         tensors = [tensor for module in modules for tensor in module.state_dict(keep_vars=True).values()]
