@@ -110,7 +110,7 @@ case $command in
   train | profile)
     name=${1:-}
     [ -n "$name" ] && [ -f "leanrl/$name.py" ] ||
-      die "$command takes one of: $(cd leanrl && echo *.py | sed 's/\.py//g'), got ${name:-nothing}"
+      die "$command takes one of: $(cd leanrl && echo *.py | sed 's/\.py//g; s/ pool//'), got ${name:-nothing}"
     shift
     [ "$command" = train ] && main "leanrl/$name.py" "$@"
     main -m benchmark.profile_run "$name" "$@"

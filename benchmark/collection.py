@@ -15,7 +15,6 @@ ENV_IDS = {
     "discrete": ("CartPole-v1", "Acrobot-v1", "MountainCar-v0"),
     "atari": ("Breakout-v5", "Pong-v5"),
 }
-ENVPOOL = ("env-backend", "envpool")
 OF_TWO_CRITICS = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss", "actor_loss")
 OF_PPO = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 OF_PPO += ("explained_variance",)
@@ -115,7 +114,7 @@ COLLECTION = {
         rltools="SAC",
         checks=(
             Check("InvertedPendulum-v4", 30_000, 150, 1000),
-            Check("CartpoleSwingup-v1", 20_000, 90, 1000, (ENVPOOL,)),
+            Check("pool:EnvPool/CartpoleSwingup-v1", 20_000, 90, 1000),
         ),
     ),
     "td3_continuous_action": Algorithm(
@@ -132,7 +131,7 @@ COLLECTION = {
         rltools="TD3",
         checks=(
             Check("InvertedPendulum-v4", 30_000, 50, 1000),
-            Check("CartpoleSwingup-v1", 20_000, 45, 1000, (ENVPOOL,)),
+            Check("pool:EnvPool/CartpoleSwingup-v1", 20_000, 45, 1000),
         ),
     ),
     "fast_td3": Algorithm(
@@ -161,7 +160,7 @@ COLLECTION = {
         sbx="PPO",
         checks=(
             Check("InvertedPendulum-v4", 200_000, 950, 1000),
-            Check("CartpoleSwingup-v1", 500_000, 600, 1000, (ENVPOOL, ("num-envs", "4"))),
+            Check("pool:EnvPool/CartpoleSwingup-v1", 500_000, 600, 1000, (("num-envs", "4"),)),
         ),
     ),
     "ppo_continuous_action_lstm": Algorithm(

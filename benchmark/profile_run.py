@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("--trace", type=Path)
     options, args = parser.parse_known_args()  # all else is the script's, --help included
-    scripts = sorted(path.stem for path in LEANRL.glob("*.py"))
+    scripts = sorted(path.stem for path in LEANRL.glob("*.py") if path.stem != "pool")
     if options.name not in scripts:
         refuse(f"takes one of: {' '.join(scripts)}, got {options.name}")
     trace = (

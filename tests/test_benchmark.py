@@ -26,9 +26,11 @@ from benchmark.report import curve, learning, plots, results, tables
 from benchmark.studies import cuda_code, environments
 from benchmark.sweep import process
 
+NAMES = sorted(path.stem for path in LEANRL.glob("*.py") if path.stem != "pool")
+
 
 def test_the_collection_has_every_script_and_each_has_its_twin():
-    scripts = {path.stem for path in LEANRL.glob("*.py") if not path.stem.endswith("_multigpu")}
+    scripts = {name for name in NAMES if not name.endswith("_multigpu")}
     assert scripts == {f"{name}{suffix}" for name in COLLECTION for suffix in ("", "_torchcompile")}
 
 
@@ -589,7 +591,6 @@ def test_a_profile_tells_where_the_time_goes(name, flags, tmp_path, capsys):
     assert "total_timesteps" not in printed  # it ends there
 
 
-NAMES = sorted(path.stem for path in LEANRL.glob("*.py"))
 TRACE = "--trace takes a file that can be written, got /"
 REFUSED = [
     (("sac_continuous_action", "--gamma", "2"), "--gamma: Input should be "),

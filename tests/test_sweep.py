@@ -53,7 +53,8 @@ if (told := here / str(seed)).exists():
     todo.endswith("!") or told.unlink()
     exec(todo.rstrip("!"))
 folder = Path(options.get("resume", "runs/one"))
-first = max((int(path.stem) for path in folder.glob("*.pt")), default=0)
+checkpoint = folder / "checkpoint.pt"
+first = int(checkpoint.read_text()) if checkpoint.exists() else 0
 writer = EventFileWriter(str(folder))
 if first:  # events of later steps are of what is lost
     log = SessionLog(status=SessionLog.START)
@@ -71,7 +72,8 @@ for step, value in list(enumerate(returns, start=1))[first:]:
         time.sleep(1 if asked else pause)
         if step % every == 0 or asked:
             writer.flush()
-            Path(folder, f"{step}.pt").touch()
+            checkpoint.with_suffix(".new").write_text(str(step))
+            checkpoint.with_suffix(".new").replace(checkpoint)
         if asked:
             sys.exit(128 + asked[0])
 writer.close()
@@ -81,8 +83,10 @@ summary |= {"sps": 100.0 + seed, "startup_seconds": 1.0, "wall_seconds": 0.5}
 print(json.dumps(summary | said))
 """
 WAIT = "while not (here / 'go').exists(): time.sleep(0.05)"
-# The sweep asks PyTorch for the number of GPUs, and scipy asks what is a tensor: this takes no two seconds.
+# The sweep asks PyTorch for the number of GPUs and for the step of a checkpoint, scipy for what is a tensor:
+# this takes no two seconds.
 NO_GPU = "class Tensor:\n    pass\nclass cuda:\n    device_count = staticmethod(lambda: 0)\n"
+NO_GPU += "def load(file, **_):\n    return {'progress': [int(file.read_text())]}\n"
 
 
 class House:
@@ -136,7 +140,7 @@ class House:
 
     def checkpoints(self) -> list[int]:
         """The steps of the checkpoints in the folder of the sweep."""
-        return [int(path.stem) for path in self.folder.rglob("*.pt")]
+        return [int(path.read_text()) for path in self.folder.rglob("checkpoint.pt")]
 
     def curves(self) -> list[dict]:
         return results.read(self.folder / "curves.jsonl", results.check_curve)
@@ -268,8 +272,7 @@ def test_real_scripts_are_what_the_sweep_takes_them_for(tmp_path):
         first.terminate()
         time.sleep(0.1)
     assert first.wait(60) == 130
-    [saved] = folder.glob("runs/*/[0-9]*.pt")
-    step = int(saved.stem)
+    step = sweep_process.step_of(sweep_process.checkpoint_in(folder / "runs"))
     assert start(step + 200).wait(120) == 0
     run = selection.Run(script, "eager", "A", 1, 9, 1)
     record = sweep_folder.Record(tmp_path, selection.Args())
@@ -323,11 +326,12 @@ def test_checks_are_run_as_the_collection_has_them_and_have_to_stay_within_bound
 def test_a_run_finds_the_environments_of_the_checks(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     named = {check.env_id for algorithm in COLLECTION.values() for check in algorithm.checks}
-    of_modules = sorted(env_id for env_id in named if ":" in env_id)
-    program = f"import gymnasium\nfor name in {of_modules}: gymnasium.make(name)"
-    command = [sys.executable, "-c", program]
+    of_modules = sorted(env_id.split(":") for env_id in named if ":" in env_id)
+    program = "import gymnasium, importlib, sys; sys.path[0] = sys.argv[1]\n"  # as that of a script
+    program += f"for module, name in {of_modules}: importlib.import_module(module); gymnasium.spec(name)"
+    command = [sys.executable, "-c", program, LEANRL]
     subprocess.run(command, cwd=tmp_path, env=sweep_process.variables(Job([], "", 1.0)), check=True)
-    assert of_modules
+    assert len(of_modules) == 2
 
 
 def test_runs_of_the_original_leanrl_have_its_script_flags_and_interpreter(tmp_path):
@@ -454,7 +458,7 @@ def test_a_folder_of_another_profile_or_version_and_more_workers_than_gpus_are_r
     assert told.endswith(f"{begun}--ranks 2, not 3")
     [told] = refused(capsys, tmp_path, "--workers", "2", gpus=("0",))
     assert ": error: --workers takes a number from 1 to 1, the GPUs at hand, got 2" in told
-    ranks = ("--modes", "ranks", "--scripts", "ppo_continuous_action")
+    ranks = ("--modes", "ranks", "--scripts", "ppo_atari_envpool")
     [told] = refused(capsys, tmp_path, *ranks, "--workers", "2", gpus=("0", "1", "2"))
     assert ": error: --workers takes a number from 1 to 1, the GPUs at hand for 2 ranks each, got 2" in told
 

@@ -95,13 +95,11 @@ def write_plots(lines: list[dict], curves: list[dict], folder: Path) -> list[Pat
 
 
 def unfinished(folder: Path, ended: set[str]) -> dict[str, int]:
-    """The runs of a sweep that have a checkpoint and have not ended well, with their newest steps."""
-    steps: dict[str, int] = {}
-    for path in sorted((folder / "jobs").glob("*/*/runs/*/[0-9]*.pt")):
-        name = path.relative_to(folder / "jobs").parts[0]
-        if name not in ended:
-            steps[name] = max(steps.get(name, 0), int(path.stem))
-    return steps
+    """The runs of a sweep that have a checkpoint and have not ended well, with its step."""
+    from benchmark.sweep.process import step_of  # the tables of the docs need nothing that runs sweeps
+
+    found = {path.parents[3].name: path for path in (folder / "jobs").glob("*/*/runs/*/checkpoint.pt")}
+    return {name: step_of(path) for name, path in sorted(found.items()) if name not in ended}
 
 
 def report_folder(folder: Path) -> bool:

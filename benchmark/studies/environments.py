@@ -3,8 +3,8 @@
     ./run.sh python -m benchmark.studies.environments [--scripts NAME ...] [--num-envs N ...] [--rounds R]
         [--peers PYTHON] [--output FILE]
 
-Times the twins with --compile on the CPU, with both values of --env-backend, and, where there is an
-interpreter with requirements/peers.txt, CleanRL, Stable-Baselines3 and SBX with the same rollouts,
+Times the twins with --compile on the CPU, with Gymnasium's environments and with pool.py's, and, where there
+is an interpreter with requirements/peers.txt, CleanRL, Stable-Baselines3 and SBX with the same rollouts,
 minibatches and epochs. Everything once, then again, R times. Nothing else may run meanwhile. FILE gets
 a line a run. docs/benchmark.md shows benchmark/results/environments.jsonl.
 
@@ -115,7 +115,8 @@ def command(script: str, mode: str, num_envs: int, seed: int, peers: Path | None
     minibatches = {"num-minibatches": rollout // batch_size, "update-epochs": EPOCHS[script]}
     if mode in ("gymnasium", "envpool"):
         program = [sys.executable, LEANRL / f"{script}_torchcompile.py", "--compile", "--no-cuda"]
-        sizes |= minibatches | {"env-backend": mode}
+        sizes |= minibatches
+        sizes["env-id"] = f"pool:EnvPool/{sizes['env-id']}" if mode == "envpool" else sizes["env-id"]
     elif mode == "cleanrl":
         program = [peers.absolute(), ROOT / "benchmark" / "peers" / "cleanrl.py", script]
         sizes |= minibatches

@@ -96,16 +96,16 @@ def train(folder: Path, seed: int, softer: bool, steps: int) -> None:
     else:
         options |= {"env-id": ENV_ID, "seed": seed} | OPTIONS
     twin = LEANRL / "fast_td3_torchcompile.py"
-    command = [sys.executable, twin, "--compile", "--cudagraphs", "--save-model"]
+    command = [sys.executable, twin, "--compile", "--cudagraphs", f"--checkpoint-every={MILLION}"]
     run_for_summary([*map(str, command), *(f"--{key}={value}" for key, value in options.items())], folder)
 
 
 def policy(run: Path) -> Callable[[np.ndarray], np.ndarray]:
-    """Actions, (num_envs, action_dim), at observations, (num_envs, obs_dim), of the newest checkpoint."""
+    """Actions, (num_envs, action_dim), at observations, (num_envs, obs_dim), of a run's checkpoint."""
     import torch
 
     script, device = runpy.run_path(str(LEANRL / "fast_td3.py"), run_name="fast_td3"), torch.device("cpu")
-    checkpoint = script["read"](max(run.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns))
+    checkpoint = torch.load(run / "checkpoint.pt", map_location=device, weights_only=True)
     weights, moments = checkpoint["actor"], checkpoint["obs_normalizer"]
     actor_dim, action_dim = weights["fc1.weight"].shape[1], weights["fc_mu.weight"].shape[0]
     actor = script["Actor"](actor_dim, action_dim, device)

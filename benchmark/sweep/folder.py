@@ -14,7 +14,7 @@ from benchmark import ROOT
 from benchmark.machine import commit, git
 from benchmark.modes import LIBRARIES
 from benchmark.report import results
-from benchmark.sweep.process import SAVE_SECONDS, checkpoints
+from benchmark.sweep.process import SAVE_SECONDS, checkpoint_in
 from benchmark.sweep.runs import Args, Run, further_options, shortened
 from benchmark.terminal import refuse, say
 
@@ -164,7 +164,7 @@ class Record:
         earlier = self.attempts(run)
         folder = self.folder / "jobs" / run.name / str(int(earlier[-1].name) + 1 if earlier else 1)
         folder.mkdir(parents=True)
-        saved = [path / "runs" for path in earlier if checkpoints(path / "runs")]
+        saved = [path / "runs" for path in earlier if checkpoint_in(path / "runs")]
         if saved and run.checkpoint_every:
             saved[-1].rename(folder / "runs")
         return folder

@@ -43,7 +43,7 @@ class Job:
     time_limit: float
     """in seconds"""
     resumable: bool = False
-    """the command writes checkpoints, and goes on from the newest that is in the folder already"""
+    """the command writes checkpoints, and goes on from the one that is in the folder already"""
     cores: list[int] | None = None
     """the cores to stay on, all by default"""
     threads: int | None = None
@@ -102,9 +102,16 @@ class GpuSampler:
         return {"gpu_seconds": seconds, "gpu_utilization": utilization}
 
 
-def checkpoints(runs: Path) -> list[Path]:
-    """The checkpoints of a run, the one written last at the end."""
-    return sorted(runs.glob("*/[0-9]*.pt"), key=lambda path: path.stat().st_mtime_ns)
+def checkpoint_in(runs: Path) -> Path | None:
+    """The checkpoint of the run whose folder is in `runs`, or None where it has none."""
+    return next(runs.glob("*/checkpoint.pt"), None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The agent step at which a checkpoint was written."""
+    import torch  # takes two seconds, which a run without a checkpoint need not wait
+
+    return torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)["progress"][0]
 
 
 def tail(path: Path, size: int = 20_000) -> str:
@@ -204,9 +211,9 @@ def run_job(folder: Path) -> None:
         os.sched_setaffinity(0, job.cores)
     env, cache, runs = variables(job), Path(job.cache), folder / "runs"
     # What an earlier attempt has left, or a job that Slurm has put back into its queue.
-    saved = checkpoints(runs) if job.resumable else []
-    resumed = int(saved[-1].stem) if saved else None
-    command = [*job.command, *([f"--resume={saved[-1].parent}"] if saved else [])]
+    saved = checkpoint_in(runs) if job.resumable else None
+    resumed = step_of(saved) if saved else None
+    command = [*job.command, *([f"--resume={saved.parent}"] if saved else [])]
     if not saved:
         shutil.rmtree(runs, ignore_errors=True)
         runs.mkdir()
@@ -242,8 +249,6 @@ def run_job(folder: Path) -> None:
         outcome |= {"status": "ok", "cold_start": cold_start, **gpu.totals(training_seconds(summary))}
         outcome |= {"runs_per_gpu": job.runs_per_gpu, "resumed": resumed, "summary": summary}
         outcome["curve"] = in_groups(logged(runs)) | gpu.curve(start)
-        for path in checkpoints(runs)[:-1]:  # each may have a replay buffer
-            path.unlink()
     new = folder / "outcome.json.new"
     new.write_text(json.dumps(outcome))
     new.rename(folder / "outcome.json")

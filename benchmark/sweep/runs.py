@@ -78,7 +78,7 @@ class Args:
     checkpoint_every: int | None = None
     """agent steps between two checkpoints, from which a run goes on; in full and learning 50000"""
     options: dict[str, str] = field(default_factory=dict)
-    """further arguments of the scripts, such as: num-envs 64 env-backend envpool; a flag has the value "" """
+    """further arguments of the scripts, such as: num-envs 64 gamma 0.9; a flag has the value "" """
     peers: Path | None = None
     """the interpreter of an environment with requirements/peers.txt (./run.sh peers gives it)"""
     leanrl: Path | None = None
