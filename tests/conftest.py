@@ -103,7 +103,7 @@ INDUCTOR = {name: torch._inductor.config.get_config_copy()[name] for name in SET
 # renames it here, and in the tests that ask for it. Else tests ask for files, printed lines and the summary.
 INNER = {
     *("args", "summary", "device", "folder", "START_TIME"),  # what runs, where and since when
-    *("global_step", "updates", "returns", "updates_due", "best_eval"),  # how far it is
+    *("global_step", "updates", "returns", "updates_due", "best_eval", "eval_returns"),  # how far it is
     *("envs", "obs_moments", "return_moments"),  # what it learns in
     *("act", "policy", "best_actions", "sample", "prepare", "update", "kinds"),  # the algorithm
     *("state", "losses", "deviations", "buffer", "size", "columns"),  # what it has learnt and from what
@@ -174,10 +174,14 @@ def play(name: str, *args, **options) -> dict:
         return run(name, *scripted_world(name), *args, **options)
 
 
-def evaluation(name: str, file: Path, *args, **options) -> dict:
-    """What a script prints that evaluates a checkpoint in the scripted world: arguments and returns."""
-    with redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as ended:
-        play(name, "--evaluate", file, *args, **options)
+def evaluation(name: str, file: Path, *args, games: Callable = ScriptedGames, **options) -> dict:
+    """What a script prints that evaluates a checkpoint: arguments and returns. EnvPool's are scripted."""
+    with (
+        redirect_stdout(io.StringIO()) as printed,
+        patch("envpool.make", games),
+        pytest.raises(SystemExit) as ended,
+    ):
+        run(name, "--evaluate", file, *args, **options)
     assert ended.value.code is None
     return json.loads(printed.getvalue())
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import conftest
+import envpool
 import numpy as np
 import pytest
 import torch
@@ -259,7 +260,6 @@ def test_the_first_episode_of_each_evaluation_is_filmed(name, tmp_path, monkeypa
     folder, steps = tmp_path / done["folder"], [step for step, _ in done["logged"]["charts/eval_return"]]
     before = {film: film.stat().st_mtime_ns for film in films(folder)}
     assert [int(film.parent.name) for film in before] == steps != []
-    with patch("conftest.play", run):  # of a real environment, whose film has a folder of its own
-        evaluation(name, folder / "checkpoint.pt", "--eval-episodes", 2, directory=tmp_path)
+    evaluation(name, folder / "checkpoint.pt", "--eval-episodes", 2, games=envpool.make)
     [*others, last] = films(folder)
     assert {film: film.stat().st_mtime_ns for film in others} == before and last not in before

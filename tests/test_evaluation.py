@@ -1,19 +1,20 @@
-"""Evaluation along the way: it changes no number of the run, keeps the best agent, and is not lost."""
-
-import math
-import os
+"""Evaluation along the way: it changes no number of the run, keeps the best agent, and takes no time."""
 
 import numpy as np
 import pytest
 import torch
 from conftest import (
     ATARI,
+    MEMORY,
     ON_POLICY,
+    SAVED,
     SCRIPTS,
     SHORT,
     TWINS,
     assert_same_numbers,
-    checkpoints,
+    empty_memory,
+    evaluation,
+    load,
     play,
     run,
     world,
@@ -38,96 +39,24 @@ def train(name: str, *args, **options) -> dict:
 def test_evaluation_changes_no_number_and_the_best_agent_is_kept(name, tmp_path):
     """Of a compiled run neither: tests/test_twins.py evaluates all of them."""
     without = train(name)
-    evaluated = train(name, *EVERY, "--save-model", directory=tmp_path)
+    evaluated = train(name, *EVERY, *SAVED, directory=tmp_path)
     assert_same_numbers(without, evaluated, rtol=0, atol=0)
     steps, means = zip(*evaluated["logged"]["charts/eval_return"], strict=True)
-    assert [step // 100 for step in steps] == sorted({step // 100 for step in steps}) and len(steps) >= 2
+    assert len({*steps}) == len(steps) >= 2 and steps[-1] == evaluated["global_step"]  # one is at the end
+    assert np.mean(evaluated["eval_returns"]) == pytest.approx(means[-1])
     [best] = tmp_path.glob("runs/*/best.pt")
-    kept = torch.load(best, weights_only=True)["progress"]
-    assert evaluated["summary"]["best_eval_return"] == kept["best_eval"] == pytest.approx(max(means))
-    assert kept["global_step"] == kept["last_eval"] == steps[np.argmax(means)]
-    os.utime(best)  # the newest of its folder
-    again = train(name, "--evaluate", best.parent, "--eval-episodes", 2, "--num-envs", 1, directory=tmp_path)
-    assert np.mean(again["summary"]["eval_returns"]) == pytest.approx(kept["best_eval"])
-    # A run that goes on evaluates at its next hundred, not at its first log entry.
+    assert evaluated["summary"]["best_eval_return"] == pytest.approx(max(means))
+    returns = evaluation(name, best, "--eval-episodes", 2)["eval_returns"]
+    assert np.mean(returns) == pytest.approx(max(means), rel=1e-5)
+    # The best of a run that goes on is that of all of it.
+    file = best.with_name("checkpoint.pt")
+    kept = torch.load(file, weights_only=True)
+    kept["progress"][-1] = 1e9
+    torch.save(kept, file)
+    content = best.read_bytes()
     on = train(name, *EVERY, "--resume", best.parent, "--total-timesteps", 500, directory=tmp_path)
-    later = [step // 100 for step, _ in on["logged"]["charts/eval_return"]]
-    assert later == sorted({*later}) and steps[-1] // 100 < later[0] == (steps[-1] // 100 + 1)
-
-
-@pytest.mark.parametrize("name", ["sac_continuous_action_torchcompile", "ppo"])
-def test_an_evaluation_that_was_killed_is_made_again(name, tmp_path, monkeypatch):
-    """And what goes on is a numbered checkpoint, not the best agent, which has no replay buffer."""
-    reset, seeds = Balance.reset, []
-
-    def die_in_the_second(self, *, seed=None, options=None):
-        if seed is not None:
-            seeds.append(seed)
-            if seeds.count(seed) == 2:  # all evaluations have the same
-                raise KeyboardInterrupt
-        return reset(self, seed=seed, options=options)
-
-    monkeypatch.setattr(Balance, "reset", die_in_the_second)
-    longer = ("--total-timesteps", 500, "--checkpoint-every", 50)
-    # Rollouts so short that one ends between a checkpoint and the next evaluation.
-    longer += ("--num-steps", 20) if name in ON_POLICY else ()
-    with pytest.raises(KeyboardInterrupt):
-        train(name, *EVERY, *longer, directory=tmp_path)
-    monkeypatch.setattr(Balance, "reset", reset)
-    [*_, newest] = checkpoints(tmp_path)
-    step = int(newest.stem)
-    assert step // 100 == 1  # from before the evaluation
-    better = torch.load(newest)
-    better["progress"]["best_eval"] = 1e9
-    torch.save(better, newest)
-    best = (newest.parent / "best.pt").read_bytes()
-    gone_on = train(name, *EVERY, *longer, "--resume", newest.parent, directory=tmp_path)
-    assert (newest.parent / "best.pt").read_bytes() == best  # the best of the whole run
-    assert gone_on["logged"]["charts/eval_return"][0][0] // 100 == 2
-    with pytest.raises(SystemExit, match="2"):
-        train(name, "--resume", newest.parent / "best.pt", directory=tmp_path)
-
-
-@pytest.mark.parametrize("name", [TD3, "ppo", "ppo_atari_envpool"])
-def test_the_best_agent_of_steps_that_are_done_again_goes(name, tmp_path):
-    """An earlier one stays, and so does a file of that name that is no checkpoint."""
-    train(name, *EVERY, "--save-model", directory=tmp_path)
-    [file] = tmp_path.glob("runs/*/best.pt")
-    best = torch.load(file)
-    for more, later in enumerate((False, None, True), start=4):
-        if later:
-            torch.save(best | {"progress": {"global_step": 10_000}}, file)
-        elif later is None:
-            file.write_text("mine")
-        steps = ("--total-timesteps", 100 * more, "--eval-every", 10**9)
-        on = train(name, "--resume", file.parent, *steps, directory=tmp_path)
-        assert file.exists() is not bool(later)
-        assert (on["summary"]["best_eval_return"] is None) is bool(later)
-
-
-def test_a_best_agent_that_is_gone_does_not_count_and_one_goes_only_if_steps_are_done(tmp_path):
-    train(TD3, *EVERY, "--save-model", directory=tmp_path)
-    [best] = tmp_path.glob("runs/*/best.pt")
-    torch.save(torch.load(best) | {"progress": {"global_step": 10_000}}, best)
-    with pytest.raises(TypeError, match="typo"):
-        train(TD3, "--resume", best.parent, "--env-kwargs", '{"typo": 1}')
-    assert train(TD3, "--resume", best.parent)["summary"]["best_eval_return"] is not None and best.exists()
-    best.unlink()
-    steps = ("--total-timesteps", 400, "--eval-every", 100)
-    again = train(TD3, "--resume", best.parent, *steps)["summary"]["best_eval_return"]
-    assert again == torch.load(best)["progress"]["best_eval"]
-
-
-@pytest.mark.parametrize("name", [TD3, "ppo"])
-def test_the_best_agent_of_an_easier_task_does_not_count(name, tmp_path):
-    env_id = "CartPole-v1" if name == "ppo" else "InvertedPendulum-v4"  # rewards are 1
-    kwargs = '{"max_episode_steps": %d}'
-    options = ("--env-id", env_id, *SHORT[name], "--env-kwargs", kwargs % 5, "--save-model")
-    run(name, *options, *EVERY, directory=tmp_path)
-    [best] = tmp_path.glob("runs/*/best.pt")
-    more = ("--total-timesteps", 600, "--env-kwargs", kwargs % 2)
-    on = run(name, "--resume", best.parent, *more, directory=tmp_path)
-    assert on["summary"]["best_eval_return"] == 2
+    assert on["logged"]["charts/eval_return"][0][0] > steps[-1]
+    assert on["summary"]["best_eval_return"] == 1e9 and best.read_bytes() == content
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])
@@ -153,23 +82,34 @@ def test_sps_leaves_out_evaluations_and_what_is_before_learning(name, monkeypatc
     assert rates == pytest.approx([1] * len(rates))
 
 
-def test_a_mean_that_is_not_finite_is_never_the_best(tmp_path, monkeypatch):
-    """By environments, but for the one to learn in, whose only step has such a reward."""
-    step, means, saved, save = Balance.step, [math.nan, 3, math.nan, math.inf, 2, 5], [], torch.save
-    made = iter([None, *means, 0])  # the last is evaluated in at the end
+@pytest.mark.parametrize("fault", ["observation", "reward"])
+@pytest.mark.parametrize("name", [*SCRIPTS[:1], "ppo_continuous_action", "ppo_continuous_action_lstm", "dqn"])
+def test_an_evaluation_that_is_not_finite_ends_the_run_and_is_no_best(name, fault, tmp_path, monkeypatch):
+    """By environments, but for those to learn in, of which each gives no number in its third step."""
+    step, made, learn_in = Balance.step, [], 2 if name in ON_POLICY else 1
 
     def step_of_the_next(self, action):
-        if not hasattr(self, "mean"):
-            self.mean = next(made)
-        return (
-            step(self, action) if self.mean is None else (np.zeros(2, np.float32), self.mean, True, False, {})
-        )
+        if self not in made:
+            made.append(self)
+        obs, reward, *ends = step(self, action)
+        if made.index(self) >= learn_in and self.left == 97:
+            obs, reward = (obs * np.nan, reward) if fault == "observation" else (obs, np.nan)
+        return obs, reward, *ends
 
     monkeypatch.setattr(Balance, "step", step_of_the_next)
-    monkeypatch.setattr(
-        "torch.save", lambda data, file: saved.append(data["progress"]["best_eval"]) or save(data, file)
-    )
-    result = train(TD3, "--eval-every", 50, "--eval-episodes", 1, "--save-model", directory=tmp_path)
-    logged = [mean for _, mean in result["logged"]["charts/eval_return"]]
-    assert logged == pytest.approx(means, nan_ok=True)
-    assert saved == [3, 5, 5] and result["summary"]["best_eval_return"] == 5
+    with pytest.raises(SystemExit, match=rf"^{name}\.py: error: an evaluation is not finite$"):
+        train(name, *EVERY, *SAVED, directory=tmp_path)
+    assert not [*tmp_path.glob("runs/*/*.pt")]
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_a_memory_that_is_no_number_does_not_outlast_its_episode(name):
+    script, device = load(name), torch.device("cpu")
+    agent = script["Agent"](3, device) if name in ATARI else script["Agent"](5, 3, device)
+    obs = torch.zeros(4, 2, 84, 84, 1, dtype=torch.uint8) if name in ATARI else torch.randn(4, 2, 5)
+    keep, memory = torch.ones(4, 2, 1), empty_memory(agent, 2)
+    keep[0], memory[..., :1] = 0, torch.nan
+    with torch.no_grad():
+        assert all(part.isfinite().all() for part in agent(obs, keep, memory))
+        keep[0, 1] = 1
+        assert any(part.isnan().any() for part in agent(obs, keep, memory.fill_(torch.nan)))

@@ -1,10 +1,9 @@
-"""What users bring: observations of all kinds, infos, tasks of EnvPool, frozen and normalising layers."""
+"""What users bring: observations of all kinds, vector environments, frozen and normalising layers."""
 
 from contextlib import nullcontext
 from unittest.mock import patch
 
 import conftest
-import envpool
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -12,18 +11,18 @@ import torch
 from conftest import (
     DISCRETE,
     DQN,
-    MEMORY,
     NOT_ATARI,
     OFF_POLICY,
+    SAVED,
     SHORT,
     changed,
+    checkpoint,
     draws_of_a_twin,
+    evaluation,
     instances,
-    load,
     run,
     world,
 )
-from envs import TERMINATED, Scripted, ScriptedPool
 from torch import nn
 
 from benchmark.no_velocity import POSITIONS
@@ -37,94 +36,63 @@ every = pytest.mark.parametrize("name", NOT_ATARI)
 
 # ---- Observations and infos --------------------------------------------------------------------------------
 @every
-def test_observations_of_parts_are_flattened_and_success_is_logged(name, tmp_path):
-    """Though infos change their types and have an "episode" of their own; also in evaluation."""
-    result = run(name, *world(name, "Parts"), *LATE[name], *TWO, "--eval-episodes", 4, directory=tmp_path)
+def test_observations_of_parts_are_flattened(name):
+    """Though infos change their types and have an "episode", and a key 0, of their own."""
+    result = run(name, *world(name, "Parts"), *LATE[name], *TWO, "--eval-every", 300, "--eval-episodes", 4)
     space = instances(result)[0].observation_space
     assert result["envs"].observation_space.shape == (2, gym.spaces.flatdim(space)) == (2, 11)
+    assert np.isfinite(result["eval_returns"]).all() and len(result["eval_returns"]) == 4
     if name in OFF_POLICY:  # what is "seen", "at", of three choices and two bits, and "of", of two choices
         rows = result["buffer"][:300, 3 if name in DQN else 0 :].numpy()
         step = rows[:, 2].astype(int)
         assert np.array_equal(rows[:, 4:7], np.eye(3)[step % 3])
         assert np.array_equal(rows[:, 7:9], np.stack([step % 2, np.ones(300)], axis=1))
         assert np.array_equal(rows[:, 9:11], np.eye(2)[step % 2]) and 0 < step.mean() < step.max()
-    lengths = [length for _, length in result["logged"]["charts/episodic_length"]]
-    successes = [length > 1 for length in lengths]
-    expected = [np.mean(successes[: end + 1][-100:]) for end in range(len(successes))]
-    assert [rate for _, rate in result["logged"]["charts/success_rate"]] == pytest.approx(expected)
-    assert result["summary"]["success_rate"] == pytest.approx(expected[-1]) != 0
-    assert 0 < result["summary"]["eval_success_rate"] < 1
 
 
 @every
-def test_the_agent_may_see_some_parts_only(name):
-    """Then the run is that of the environment which shows nothing else."""
-    parts = run(name, *world(name, "Parts"), *LATE[name], *TWO, "--obs-keys", "seen", "seen")
-    conftest.assert_same_numbers(run(name, *world(name, "Scripted"), *LATE[name], *TWO), parts, 0, 0)
+def test_lists_are_seen_as_arrays_are(name):
+    lists, arrays = (run(name, *world(name, kind), *LATE[name], *TWO) for kind in ("Lists", "Scripted"))
+    conftest.assert_same_numbers(lists, arrays, rtol=0, atol=0)
 
 
-# ---- EnvPool -----------------------------------------------------------------------------------------------
-@every
-@pytest.mark.parametrize("kind", ["Scripted", "Boxes"])
-def test_a_pool_gives_what_gymnasium_gives(name, kind, monkeypatch, tmp_path):
-    """To the bit, in training, and in evaluation of what was saved; EnvPool takes other seeds."""
-    env_id, reset = world(name, kind), Scripted.reset
-    monkeypatch.setattr(Scripted, "reset", lambda self, **_: reset(self, seed=None if self.seeds else 0))
-    monkeypatch.setattr("envs.TRUNCATED", [1 - terminated for terminated in TERMINATED])  # never both at once
-    monkeypatch.setattr("envpool.make", ScriptedPool)
-    several = ("--num-envs", 3, "--save-model", "--eval-episodes", 3)
-    several += ("--num-minibatches", 3) if name in MEMORY else ()
-    results = []
-    for backend in ("gymnasium", "envpool"):
-        options = (*env_id, *LATE[name], *several, "--env-backend", backend)
-        (tmp_path / backend).mkdir()
-        results.append(run(name, *options, directory=tmp_path / backend))
-    conftest.assert_same_numbers(*results, rtol=0, atol=0)
-    evaluated = [result["summary"]["eval_returns"] for result in results]
-    assert evaluated[0] == pytest.approx(evaluated[1]) and len(evaluated[0]) == 3
-
-
-# A task with named parts, with actions of one kind or the other, of each collection; and its observations.
-TASKS = [(SAC, "CheetahRun-v1", 17), (PPO, "Go1JoystickFlatTerrain-v1", 171), (TD3, "FetchReach-v4", 16)]
-TASKS += [("ppo", "CartPole-v1", 4), ("dqn", "Catch-v0", 50)]
-
-
-@pytest.mark.filterwarnings("error:overflow encountered:RuntimeWarning")  # of actions in float64
-@pytest.mark.parametrize(("name", "env_id", "size"), TASKS)
-def test_tasks_that_only_envpool_has_are_learnt_and_evaluated_there(name, env_id, size, tmp_path):
-    options = ("--env-id", env_id, "--env-backend", "envpool", *SHORT[name], "--num-envs", 4)
-    done = run(name, *options, "--save-model", directory=tmp_path)
-    assert done["updates"] > 0 and done["envs"].observation_space.shape == (size,)
-    [path] = conftest.checkpoints(tmp_path)
-    again = run(name, "--evaluate", path, "--eval-episodes", 1, directory=tmp_path)
-    assert again["args"].env_backend == "envpool" and np.isfinite(again["summary"]["eval_returns"]).all()
-
-
-def test_a_step_that_ends_an_episode_of_envpool_also_resets_it():
-    """In Hopper-v4: what follows a transition is what it ended with, or where a new episode begins."""
-    options = ("--env-id", "Hopper-v4", "--env-backend", "envpool", *SHORT[TD3], "--total-timesteps", 400)
-    done = run(TD3, *options, "--num-envs", 4)
-    rows = done["buffer"][:400].numpy().reshape(100, 4, -1)
-    before, after, terminated = rows[1:, :, :11], rows[:-1, :, -11:], rows[:-1, :, 15] > 0
-    same = (before == after).all(axis=2)
-    assert np.array_equal(same, ~terminated) and terminated.sum() >= 8
-    assert (np.abs(before[terminated][:, 1:5]) < 0.01).all()  # joints as a Hopper has them when it begins
-    assert len(done["returns"]) == np.count_nonzero(rows[:, :, 15])
-
-
-def test_what_envpool_cannot_make_is_refused(refusal):
-    cases = {"NoSuch-v0": "NoSuch-v0 is not supported", "CartPole-v1": "not Discrete(2)"}
-    cases |= {"BigfishEasy-v0": "Qt"} if "BigfishEasy-v0" in envpool.list_all_envs() else {}
-    for env_id, told in cases.items():
-        line = refusal(PPO, run, "--env-backend", "envpool", "--env-id", env_id)
-        assert line.startswith("--env-id ") and told in line
-    assert "more than one player" in refusal("ppo", run, "--env-backend", "envpool", "--env-id", "Go9x9-v1")
-    line = refusal("dqn", run, "--env-backend", "envpool", "--env-id", "Catch-v0", "--capture-video")
-    assert line.endswith(
-        "Catch-v0 does not render: RuntimeError: render not implemented for this environment"
+# ---- Vector environments -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", [SAC, f"{SAC}_torchcompile", PPO, "ppo", "pqn"])
+def test_a_vector_environment_of_ones_own_is_learnt_and_evaluated(name, tmp_path):
+    """By random moves a return is 0 or so; all in one direction are worth 1."""
+    sizes = (
+        "--learning-starts",
+        200,
+        "--total-timesteps",
+        1200,
+        "--batch-size",
+        64,
+        "--no-autotune",
+        "--alpha",
+        0.01,
     )
+    if name not in OFF_POLICY:
+        sizes = ("--num-steps", 32, "--num-minibatches", 4, "--total-timesteps", 8192)
+        sizes += ("--learning-rate", 3e-3)
+    kind = "Choices" if name in DISCRETE else ""
+    options = ("--env-id", f"envs:Walks{kind}-v0", *sizes, "--num-envs", 8, "--gamma", 0.9)
+    result = run(name, *options, *SAVED, directory=tmp_path)
+    assert np.mean(result["returns"][-20:]) > np.mean(result["returns"][:10]) + 0.3
+    if name in OFF_POLICY:  # the position after a step is that before it and the move, also at an end
+        obs, action, _, terminated, next_obs = np.split(result["buffer"][:1200].numpy(), [2, 3, 4, 5], 1)
+        np.testing.assert_allclose(next_obs[:, :1], obs[:, :1] + 0.3 * action, atol=1e-6)
+        assert np.array_equal(terminated[:, 0], np.abs(next_obs[:, 0]) > 1) and terminated.any()
+    told = evaluation(name, checkpoint(tmp_path), "--eval-episodes", 20)
+    assert np.mean(told["eval_returns"]) > 0.8
 
 
+def test_a_vector_environment_that_resets_in_the_next_step_is_refused(refusal, tmp_path):
+    told = refusal(SAC, run, "--env-id", "envs:WalksNext-v0", directory=tmp_path)
+    assert told.startswith("--env-id takes environments with SAME_STEP autoreset, not ")
+    assert not [*tmp_path.iterdir()]
+
+
+# ---- Tasks -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("env_id", POSITIONS)
 def test_tasks_without_velocities_show_positions(env_id):
     name, version = env_id.split("-")
@@ -142,43 +110,19 @@ def test_tasks_without_velocities_show_positions(env_id):
 
 
 @every
-@pytest.mark.parametrize("backend", ["gymnasium", "envpool"])
-def test_environments_take_arguments_of_their_own(name, backend, tmp_path, capfd, refusal):
+def test_environments_take_arguments_of_their_own(name, tmp_path):
     """An evaluation takes those of the run, and so does a run that goes on, unless it is given others."""
     env_id = "CartPole-v1" if name in DISCRETE else "InvertedPendulum-v4"  # rewards are 1
-    options = ("--env-id", env_id, "--env-backend", backend, *LATE[name], "--save-model")
-    done = run(name, *options, "--env-kwargs", '{"max_episode_steps": 2}', directory=tmp_path)
-    assert {length for _, length in done["logged"]["charts/episodic_length"]} == {2}
-    [path] = conftest.checkpoints(tmp_path)
+    options = ("--env-id", env_id, *LATE[name])
+    run(name, *options, *SAVED, "--env-kwargs", '{"max_episode_steps": 2}', directory=tmp_path)
+    file = checkpoint(tmp_path)
     for more, length in ((), 2), (("--env-kwargs", '{"max_episode_steps": 1}'), 1):
-        again = run(name, "--evaluate", path, "--eval-episodes", 2, *more, directory=tmp_path)
-        assert again["args"].env_kwargs == {"max_episode_steps": length}
-        assert again["summary"]["eval_returns"] == [length, length]
-    again = run(name, "--resume", path, "--total-timesteps", done["args"].total_timesteps + 100)
-    assert {length for _, length in again["logged"]["charts/episodic_length"]} == {2}
-    told = "--env-kwargs {'max_episode_steps': 1}, it was {'max_episode_steps': 2}"
-    assert told in capfd.readouterr().err
-    refused = {"gravitas": "unexpected keyword argument 'gravitas'"}
-    refused |= {key: f"multiple values for keyword argument '{key}'" for key in ("batch_size", "num_envs")}
-    for key in refused if backend == "envpool" else ["gravitas"]:
-        assert refused[key] in refusal(name, run, *options, "--env-kwargs", f'{{"{key}": 1}}')
-    assert refusal(name, run, "--env-kwargs", "[4]").startswith("--env-kwargs: Input should be a valid dict")
-
-
-@every
-def test_what_does_not_render_or_has_no_such_parts_is_refused(name, refusal):
-    assert "render_mode" in refusal(name, run, *world(name, "Scripted"), "--capture-video")
-    for kind in ("Scripted", "Parts"):
-        assert refusal(name, run, *world(name, kind), "--obs-keys", "none").startswith("--obs-keys: ")
-
-
-def test_the_parts_that_are_seen_stay(tmp_path, refusal):
-    run(
-        "dqn", *world("dqn", "Parts"), *SHORT["dqn"], "--save-model", "--obs-keys", "seen", directory=tmp_path
-    )
-    for option in ("--resume", "--evaluate"):
-        line = refusal("dqn", run, option, *conftest.checkpoints(tmp_path), "--obs-keys", "seen", "of")
-        assert line.startswith("--obs-keys has to stay ('seen',), as in ")
+        told = evaluation(name, file, "--eval-episodes", 2, *more)
+        assert told["env_kwargs"] == {"max_episode_steps": length} and told["eval_returns"] == [length] * 2
+        again = run(name, *options, "--resume", file.parent, "--total-timesteps", 600 - 100 * length, *more)
+        assert {length for _, length in again["logged"]["charts/episodic_length"]} == {length}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'gravitas'"):
+        run(name, *options, "--env-kwargs", '{"gravitas": 1}')
 
 
 # ---- Layers of one's own -----------------------------------------------------------------------------------
@@ -190,7 +134,7 @@ NORM = {
 
 @pytest.mark.parametrize("name", NORM)
 def test_evaluation_is_in_evaluation_mode_and_training_goes_on_in_training_mode(name):
-    """Batch normalisation takes no batch of one else, and dropout would draw another action each time."""
+    """Batch normalisation would take the moments of the batch else, and dropout draw other actions."""
     passages, modes = NORM[name], []
     if name == SAC:
         layer = "        self.fc_out = nn.Linear(256, 2"
@@ -201,7 +145,7 @@ def test_evaluation_is_in_evaluation_mode_and_training_goes_on_in_training_mode(
         modes.append(self.training)
         return forward(self, *args)
 
-    frequent = ("--eval-every", 100, "--eval-episodes", 1)
+    frequent = ("--eval-every", 100, "--eval-episodes", 2)
     with (
         changed(name, *passages),
         patch.object(nn.Dropout if name == PPO else nn.BatchNorm1d, "forward", noted),
@@ -242,23 +186,3 @@ def test_layers_can_be_frozen(name):
     # An optimizer of PyTorch has no moments of what is frozen, a twin's those that are 0.
     computed = ({key: value for key, value in state.items() if "optimizer" not in key} for state in states)
     torch.testing.assert_close(*computed, rtol=1e-3, atol=1e-3)
-
-
-def test_frozen_layers_do_not_decay(refusal):
-    """The twin would have all of a flat tensor decay."""
-    passage = FROZEN["fast_td3"]
-    with changed("fast_td3_torchcompile", passage, f"{passage}.requires_grad_(False)"):
-        told = refusal("fast_td3_torchcompile", run, *world("fast_td3", "Scripted"), *SHORT["fast_td3"])
-    assert told == "--weight-decay has to be 0 where layers are frozen"
-
-
-def test_networks_that_share_a_layer_are_not_flattened_twice():
-    for twin in (f"{TD3}_torchcompile", f"{PPO}_torchcompile"):
-        flat, shared = load(twin)["Flat"], nn.Linear(3, 4)
-        flat(nn.Sequential(shared, nn.Linear(4, 2)))
-        with pytest.raises(ValueError, match="in another Flat already"):
-            flat(nn.Sequential(shared, nn.Linear(4, 1)))
-    pair = [nn.Linear(3, 4), nn.Linear(3, 4)]
-    pair[1].weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="the same layers have to be frozen"):
-        load(f"{TD3}_torchcompile")["Flat"](*pair)
