@@ -104,9 +104,9 @@ class Args:
     def __post_init__(self):  # tyro tells what it raises, and exits with status 2
         batch_size = self.num_envs * self.num_steps
         if batch_size % self.num_minibatches or batch_size == self.num_minibatches:
-            raise ValueError(f"--num-minibatches takes a smaller divisor of the rollout's {batch_size} steps")
+            raise ValueError(f"--num-minibatches takes a smaller divisor of a rollout's {batch_size} steps")
         if self.total_timesteps < batch_size:
-            raise ValueError(f"--total-timesteps has to hold a rollout of {batch_size} steps")
+            raise ValueError(f"--total-timesteps has to hold the {batch_size} steps of a rollout")
 
 
 FIXED = ("env_id", "num_envs")  # --resume may not change these
