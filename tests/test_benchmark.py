@@ -593,7 +593,6 @@ def test_a_profile_tells_where_the_time_goes(name, flags, tmp_path, capsys):
 
 TRACE = "--trace takes a file that can be written, got /"
 REFUSED = [
-    (("sac_continuous_action", "--gamma", "2"), "--gamma: Input should be "),
     (("sac",), f"takes one of: {' '.join(NAMES)}, got sac"),
     (("sac_continuous_action", "--trace", "/dev/null/trace"), TRACE),
     (("sac_continuous_action", "--trace", "/"), TRACE),
@@ -609,6 +608,11 @@ def test_why_there_is_no_profile_is_told_in_one_line(tmp_path, capsys, args, mes
     output, error = capsys.readouterr()
     assert f".py: error: {message}" in error.splitlines()[-1]
     assert not output and "Traceback" not in error
+
+
+def test_what_is_wrong_with_the_arguments_of_a_script_is_told_as_the_script_does(tmp_path, capsys):
+    assert profile(tmp_path, "sac_continuous_action", "--gamma", "2") == 2
+    assert "less than or equal to 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("source", ["while True:\n    break", "while not last:\n    last = 1\n" * 2])

@@ -175,8 +175,9 @@ def one_line(error: Exception) -> str:
 
 
 def up_to_the_loop(path: Path) -> CodeType:
-    """A script that exits where its training loop begins."""
+    """A script that exits where its training loop begins; its `Compiled` would ask for Inductor's code."""
     tree = ast.parse(path.read_text(), str(path))
+    tree.body = [node for node in tree.body if getattr(node, "name", None) != "Compiled"]
     [loop] = [
         node
         for node in ast.walk(tree)
@@ -227,6 +228,7 @@ def graphs_of(script: str, *arguments: str) -> list[Graph]:
     path = LEANRL / f"{name}{'' if name.endswith('_multigpu') else '_torchcompile'}.py"
     sys.modules["__main__"] = module = ModuleType("__main__")  # where tyro looks for the texts of --help
     module.__file__ = str(path)
+    module.Compiled = lambda function: torch.compile(function, fullgraph=True, dynamic=False)
     torch._dynamo.reset()  # it would take the sizes of a second environment for dynamic
     graphs: list[Graph] = []
     with (
