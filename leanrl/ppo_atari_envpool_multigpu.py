@@ -1,10 +1,10 @@
-# LeanRL 0.2.0
+# LeanRL 0.3.0
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
 #     "tensordict>=0.15.3,<0.16",
 #     "torch>=2.11,<2.16", "gymnasium>=1.4,<1.5", "envpool>=1.2.5,<2", "numpy>=2,<3", "tyro>=1,<2",
-#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.16",
+#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3",
 # ]
 # ///
 """Proximal Policy Optimization (PPO) for Atari games of EnvPool: several processes, each with a GPU.
@@ -37,33 +37,32 @@ import time
 
 START_TIME = time.perf_counter()  # the imports below are part of the start-up
 
+import copy
 import json
 import math
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NoReturn
+from typing import Annotated, Literal
 from unittest.mock import patch
 
+import envpool
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
-from filelock import FileLock, Timeout
-from gymnasium.utils.save_video import capped_cubic_video_schedule, save_video
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 from tensordict.nn import CudaGraphModule
 from torch import Tensor, nn
-from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 from torch._inductor.output_code import CompiledFxGraph
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -71,32 +70,29 @@ from tqdm import tqdm
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
-FIXED = ("env_id", "seed", "num_envs")  # --resume may not change these
 
 
-@dataclass
+@dataclass(config={"allow_inf_nan": False})  # of pydantic, which checks types; tyro tells what they take
 class Args:
-    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"  # of networks; bfloat16 is for AMX and GPUs
-    torch_deterministic: bool = False  # only deterministic algorithms: a seed repeats its run on a GPU, too
+    torch_deterministic: bool = False  # only what a GPU repeats, with CUBLAS_WORKSPACE_CONFIG=:4096:8
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
-    capture_video: bool = False  # record videos of the first environment under runs/<run>/videos
-    save_model: bool = False  # write a checkpoint at the end
-    checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
-    resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
-    evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; if given, one ends the run
-    eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
+    capture_video: bool = False  # film the first episode of each evaluation
+    checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; one is at the end
+    resume: str | None = None  # go on with the run of this folder, with its arguments
+    evaluate: str | None = None  # do not train, evaluate this checkpoint
+    eval_every: PositiveInt | None = None  # agent steps between evaluations; one is at the end
+    eval_episodes: PositiveInt = 10  # the episodes of an evaluation
     compile: bool = False  # compile the policy, the preparation of the batch and the gradient step
     cudagraphs: bool = False  # capture the policy, the preparation of the batch and the gradient step
 
     env_id: str = "Breakout-v5"  # the id of the game: any Atari game of EnvPool
-    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # arguments for EnvPool
+    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # further arguments of EnvPool
     total_timesteps: PositiveInt = 10_000_000  # agent steps of all ranks; a rollout beyond them is left out
     learning_rate: NonNegativeFloat = 2.5e-4  # the learning rate at the start
     num_envs: PositiveInt = 8  # the number of parallel environments of each rank
@@ -115,65 +111,54 @@ class Args:
     max_grad_norm: NonNegativeFloat = 0.5  # the norm that gradients are clipped to
     target_kl: NonNegativeFloat | None = None  # an epoch with a larger KL is the last one of its rollout
 
+    def __post_init__(self):  # tyro tells what it raises, and exits with status 2
+        batch_size = self.num_envs * self.num_steps
+        if batch_size % self.num_minibatches or batch_size == self.num_minibatches:
+            raise ValueError(f"--num-minibatches takes a smaller divisor of a rollout's {batch_size} steps")
+        all_steps = batch_size * int(os.environ.get("WORLD_SIZE", 1))  # [ranks: one minibatch]
+        if self.total_timesteps < all_steps:
+            raise ValueError(f"--total-timesteps has to hold the {all_steps} steps of a rollout")
+
+
+FIXED = ("env_id", "num_envs")  # --resume may not change these
+
 
 # ---- Environment -------------------------------------------------------------------------------------------
 class Games(gym.Wrapper):
-    """EnvPool's games, with the returns of whole games in the infos, the first one filmed into `videos`."""
+    """EnvPool's games. Infos say which are over, and have scores and lengths over all lives of a game.
 
-    def __init__(self, games: gym.Env, num_envs: int, videos: Path | None, learning: bool):
+    After the end of a game or life the next step only goes on: it is no transition. `first`, (num_games,), is
+    True where the latest observation comes from such a step, or from `reset`.
+    """
+
+    def __init__(self, games: gym.Env, num_games: int):
         super().__init__(games)
-        self.learning = learning
-        self.returns, self.lengths, self.valid = np.zeros(num_envs), np.zeros(num_envs, dtype=int), True
-        self.videos, self.frames, self.game = videos, [], 0
+        self.scores, self.lengths = np.zeros(num_games), np.zeros(num_games, dtype=int)
+        self.first, self.ended = np.ones(num_games, dtype=bool), np.zeros(num_games, dtype=bool)
 
     def reset(self, **_) -> tuple:
         return self.env.reset()  # EnvPool was given the seeds when it made the games
 
     def step(self, actions: np.ndarray) -> tuple:
-        obs, rewards, terminated, truncated, info = self.env.step(actions)
-        self.returns += info["reward"]  # not clipped
-        self.lengths += self.valid
-        self.valid = ~(terminated | truncated)
-        info["_episode"] = over = (info["terminated"] > 0) | truncated
-        if np.count_nonzero(over):
-            info["episode"] = {"r": self.returns.copy(), "l": self.lengths.copy()}
-            self.returns[over], self.lengths[over] = 0, 0
-        if self.videos and capped_cubic_video_schedule(self.game) and len(self.frames) < 3000:
-            self.frames.append(self.env.render(env_ids=[0])[0])
-        if self.videos and over[0]:
-            save_video(self.frames, str(self.videos), fps=15, episode_index=self.game)
-            self.frames, self.game = [], self.game + 1
-        return obs, rewards, terminated if self.learning else over & ~truncated, truncated, info
+        obs, rewards, terminated, truncated, infos = self.env.step(actions)
+        self.first, self.ended = self.ended, terminated | truncated
+        self.scores += infos["reward"]  # not clipped
+        self.lengths += ~self.first
+        over = (infos["terminated"] > 0) | truncated
+        infos |= {"over": over, "scores": self.scores, "lengths": self.lengths}
+        self.scores, self.lengths = self.scores * ~over, self.lengths * ~over
+        return obs, rewards, terminated, truncated, infos
 
 
-def make_envs(
-    args: Args, step: int, videos: Path | None = None, learning: bool = True, rank: int = 0
-) -> Games:  # [ranks: own environments]
-    """Build the games, stepped by EnvPool; the step after a lost life or the end of a game is no transition.
+def make_games(args: Args, seeds: list[int], learning: bool = True, stack: int = 4) -> Games:
+    """Build a game for each seed; a lost life looks like an end, without which EnvPool serves no next ball.
 
-    Observations are the last four frames, (num_envs, 4, 84, 84), uint8; if `learning`, rewards are signs.
-    If `learning`, a lost life looks like an end. EnvPool has it end there in evaluation, too: it serves the
-    next ball only then. `step`, where training begins, is part of the seed, so that a run that goes on plays
-    other games.
+    Observations are the latest frames, (num_games, stack, 84, 84), uint8; if `learning`, rewards are signs.
     """
-    try:
-        import envpool
-    except ImportError:
-        refuse("the games need the package envpool: requirements/envpool.txt")
-    if envpool.registration.registry.specs.get(args.env_id, ("",))[0] != "envpool.atari":
-        refuse(f"--env-id takes an Atari game of EnvPool, such as Breakout-v5, not {args.env_id}")
-    # EnvPool takes 31 bits. From one seed it counts up: then seeds 1 and 2 share all games but one.
-    own = slice(rank * args.num_envs, (rank + 1) * args.num_envs)  # [ranks: own environments]
-    seeds = np.random.SeedSequence([args.seed, step, not learning]).generate_state(own.stop)[own] >> 1
-    options = {"seed": seeds.tolist(), "num_threads": args.env_threads, "env_type": "gymnasium"}
-    options |= {"num_envs": args.num_envs, "batch_size": args.num_envs, "episodic_life": True}
-    options |= {"reward_clip": learning, "render_mode": "rgb_array" if videos else None}
-    options |= {"stack_num": 4, "img_height": 84, "img_width": 84, "gray_scale": True}
-    try:  # a key that is in both is a TypeError
-        games = envpool.make(args.env_id, **options, **args.env_kwargs)
-    except Exception as error:
-        refuse(f"--env-kwargs: {str(error)[:200]}")
-    return Games(games, args.num_envs, videos, learning)
+    options = {"env_type": "gymnasium", "num_envs": len(seeds), "seed": seeds, "episodic_life": True}
+    options |= {"stack_num": stack, "reward_clip": learning, "num_threads": args.env_threads}
+    options |= {"render_mode": "rgb_array" if args.capture_video else None}
+    return Games(envpool.make(args.env_id, **options, **args.env_kwargs), len(seeds))
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -209,7 +194,7 @@ def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
     return layer
 
 
-def categorical_log_prob(actions: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+def log_prob_and_entropy(actions: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities of actions and entropies, all three (batch, 1), under logits (batch, actions)."""
     log_probs = logits.log_softmax(dim=-1)
     return log_probs.gather(-1, actions), -(log_probs.exp() * log_probs).sum(dim=-1, keepdim=True)
@@ -228,37 +213,35 @@ def gathered(own: object) -> list:  # [ranks: one run]
 
 
 # [fast: flat] Adam and the clipping of gradients are few operations each.
-def as_shape(part: Tensor, shape: torch.Size) -> Tensor:
-    """A view with this shape of a flat part, of which the channels of a convolution come last."""
-    return part.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if len(shape) == 4 else part.view(shape)
+class FlatImages(nn.Module):
+    """A network whose trainable parameters become views of one tensor, `params`.
 
-
-class Flat(nn.Module):
-    """A network that computes with one flat tensor, `params`, of which its own parameters become views."""
+    There the channels of a convolution come last, as in the images.
+    """
 
     def __init__(self, network: nn.Module):
         super().__init__()
-        # Sizes that 16 divides come first and keep the next aligned. A list hides the network from nn.Module.
-        named = sorted(network.named_parameters(), key=lambda item: item[1].numel() % 16 != 0)
+        named = [(name, param) for name, param in network.named_parameters() if param.requires_grad]
+        named.sort(key=lambda item: item[1].numel() % 16 != 0)  # sizes that 16 divides keep the next aligned
         self.network, self.shapes = [network], {name: param.shape for name, param in named}
-        if any(hasattr(param, "flat") for _, param in named):
-            raise ValueError("a parameter is in another Flat already")
-        flat = torch.cat([(p.movedim(1, -1) if p.dim() == 4 else p).flatten() for _, p in named]).detach()
-        self.frozen = {name for name, param in named if not param.requires_grad}
-        self.params = nn.Parameter(flat, requires_grad=any(param.requires_grad for _, param in named))
-        for (_, param), part in zip(named, flat.split([p.numel() for _, p in named]), strict=True):
-            param.requires_grad_(False).data = as_shape(part, param.shape)
-            param.flat = True
+        params = [param.movedim(1, -1) if param.dim() == 4 else param for _, param in named]
+        self.params = nn.Parameter(torch.cat([param.flatten() for param in params]).detach())
+        for (_, param), view in zip(named, self.views().values(), strict=True):
+            param.requires_grad_(False).data = view.detach()
+
+    def views(self) -> dict[str, Tensor]:
+        """The parameters by their names."""
+        views, parts = {}, self.params.split([shape.numel() for shape in self.shapes.values()])
+        for (name, shape), part in zip(self.shapes.items(), parts, strict=True):
+            last = shape[:1] + shape[2:] + shape[1:2]  # channels, if it is of a convolution
+            views[name] = part.view(last).movedim(-1, 1) if len(shape) == 4 else part.view(shape)
+        return views
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        parts = self.params.split([shape.numel() for shape in self.shapes.values()])
-        shaped = zip(self.shapes.items(), parts, strict=True)
-        views = {name: as_shape(part, shape) for (name, shape), part in shaped}
-        views |= {name: views[name].detach() for name in self.frozen}
-        return torch.func.functional_call(self.network[0], views, inputs)
+        return torch.func.functional_call(self.network[0], self.views(), inputs)
 
 
-class Adam(nn.Module):
+class AdamOverRanks(nn.Module):  # [ranks: one gradient]
     """`torch.optim.AdamW` of one tensor (arXiv:1711.05101), Adam without decay, with the gradient clipped."""
 
     def __init__(self, params: Tensor, lr: float | Tensor, eps=1e-8, max_norm=math.inf, decay=0.0):
@@ -299,187 +282,82 @@ class Compiled:
 
     def __init__(self, function: Callable):
         self.guarded = torch.compile(function, fullgraph=True, dynamic=False)
-        self.calls, self.next_look, self.likeness, self.graph, self.inputs = 0, 1, None, None, []
+        self.calls, self.next_look, self.graph, self.inputs = 0, 1, None, []
 
     def __call__(self, *args: Tensor) -> Tensor | None:
         self.calls += 1
-        likeness = [(arg.dtype, arg.device, arg.shape, arg.stride()) for arg in args]
-        if self.calls == self.next_look or likeness != self.likeness:
-            return self.look(likeness, args)
+        if self.calls == self.next_look:
+            return self.look(args)
         for place, arg in zip(self.places, args, strict=True):
             self.inputs[place] = arg
         results = self.graph([*self.inputs])
         return results[0] if results else None
 
-    def look(self, likeness: list[tuple], args: tuple[Tensor, ...]) -> Tensor | None:
+    def look(self, args: tuple[Tensor, ...]) -> Tensor | None:
         """Call it with the guards of `torch.compile`; note Inductor's graph and the tensors that it takes."""
         self.next_look = self.calls + min(self.calls // 2 + 1, 997)  # odd and even calls, for what alternates
         call, notes = CompiledFxGraph.__call__, []
 
         def note(graph: CompiledFxGraph, inputs: list[Tensor]) -> list[Tensor]:
-            ids, tensors = [id(tensor) for tensor in inputs], [tensor.detach() for tensor in inputs]
-            notes.append((graph, ids, tensors, call(graph, inputs)))
-            return notes[-1][-1]
+            notes.append((graph, [id(tensor) for tensor in inputs], [tensor.detach() for tensor in inputs]))
+            return call(graph, inputs)
 
         stance = torch.compiler.set_stance("fail_on_recompile" if self.graph else "default")
         with stance, patch.object(CompiledFxGraph, "__call__", note):
             result = self.guarded(*args)
-        if len(notes) != 1:  # another backend: each call is guarded
-            return result
-        [(graph, ids, inputs, results)] = notes
-        if self.graph not in (None, graph) or any(ids.count(id(arg)) != 1 for arg in args):
-            raise RuntimeError("the function was compiled anew, or does not use each of its arguments")
+        [(self.graph, ids, inputs)] = notes
         self.places = [ids.index(id(arg)) for arg in args]
         for place, tensor in enumerate(self.inputs):
             if place not in self.places and tensor.data_ptr() != inputs[place].data_ptr():
                 raise RuntimeError(f"a tensor of shape {[*tensor.shape]} was replaced: write to it in place")
-        if len(results) != (result is not None) or any(tensor.requires_grad for tensor in results):
-            raise TypeError("a compiled function returns one tensor without history, or none")
-        self.graph, self.inputs, self.likeness = graph, inputs, likeness
+        self.inputs = inputs
         return result
 
 
-# ---- Run: command line, checkpoints, signals, evaluation ---------------------------------------------------
-def refuse(message: str) -> NoReturn:
-    """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
-    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
-
-
-def command_line() -> list[str]:
-    """What was typed, with `--flag=False` and `--flag False` as `--no-flag`, and integers as 1e6 in full."""
-    typed, words = [], []
-    for word in sys.argv[1:]:
-        option, equals, value = word.partition("=")
-        typed += [option, value] if equals and option.startswith("--") else [word]
-    for word in typed:
-        kind = Args.__annotations__.get(words[-1][2:].replace("-", "_") if words else "")
-        if kind is bool and word in ("False", "false"):
-            words[-1] = f"--no-{words[-1][2:]}"
-        elif not (kind is bool and word in ("True", "true")):
-            whole = "int" in str(kind) and re.fullmatch(r"\d+\.?\d*[eE]\+?\d+", word) and float(word) % 1 == 0
-            words.append(f"{float(word):.0f}" if whole else word)
-    return words
-
-
+# ---- Run ---------------------------------------------------------------------------------------------------
 def parse_args() -> tuple[Args, dict]:
-    """The arguments, and the checkpoint that gives --resume its defaults, and --evaluate its environment."""
-    args, checkpoint, saved = tyro.cli(Args, args=command_line()), {}, {}
-    if args.resume and args.evaluate:
-        refuse("--resume and --evaluate exclude each other")
+    """The arguments, and the checkpoint that gives --resume and --evaluate those that are not typed."""
+    args, checkpoint = tyro.cli(Args), {}
     if args.resume or args.evaluate:
-        checkpoint = load_checkpoint(args)
-        of_env = {"env_id", "env_kwargs", "env_backend", "obs_keys", "actor_hidden_dim"}
-        kept = vars(args).keys() & of_env if args.evaluate else vars(args).keys()
-        saved = {name: checkpoint["args"][name] for name in sorted(kept & checkpoint["args"].keys())}
-        args = tyro.cli(Args, args=command_line(), default=Args(**saved))  # again, over these
-    try:
-        TypeAdapter(Args).validate_python(vars(args))
-    except ValidationError as invalid:
-        error = invalid.errors()[0]
-        refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
-    for name, value in saved.items():
-        option, now = f"--{name.replace('_', '-')}", getattr(args, name)
-        if now != value and name in FIXED:
-            refuse(f"{option} has to stay {value}, as in {checkpoint['file']}, got {now}")
-        if now != value and name != "resume":
-            print(f"{option} {now}{' from here on' if args.resume else ''}, it was {value}", file=sys.stderr)
+        file = Path(args.evaluate or Path(args.resume, "checkpoint.pt"))
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True) | {"file": file}
+        if "save_model" in checkpoint["args"]:
+            sys.exit(f"{file} is of LeanRL 0.2, whose scripts go on with it")
+        saved = {name: value for name, value in checkpoint["args"].items() if name in Args.__annotations__}
+        args = tyro.cli(Args, default=Args(**saved))
+        for name in FIXED if args.resume else ():
+            if getattr(args, name) != saved[name]:
+                sys.exit(f"--{name.replace('_', '-')} has to stay {saved[name]}, as in {file}")
     return args, checkpoint
 
 
-def read(file: Path) -> dict:
-    """The content of a checkpoint, of which nothing is executed; of another file, the error."""
-    try:
-        return dict(torch.load(file, map_location="cpu", weights_only=True))
-    except Exception as error:  # torch.load raises what it likes
-        return {"error": str(error).split("Unpickler error: ")[-1][:300]}
+def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) -> None:
+    """Write a checkpoint, whole or not at all."""
+    states = {name: item.state_dict() for name, item in state.items()}
+    torch.save({"args": asdict(args) | {"resume": None}, **states, **more}, file.with_suffix(".new"))
+    file.with_suffix(".new").replace(file)
 
 
-def load_checkpoint(args: Args) -> dict:
-    """Read the checkpoint to resume or evaluate, of a folder the newest."""
-    path = Path(args.resume or args.evaluate)
-    in_folder = path.glob("[0-9]*.pt" if args.resume else "*.pt")  # none if it is a file itself
-    file = max(in_folder, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
-    script = (checkpoint := read(file)).get("script")
-    if not script:
-        refuse(f"{file} is not a checkpoint or a folder with one: {checkpoint.get('error', 'no script')}")
-    if args.resume and (script != Path(__file__).stem or not file.stem.isdecimal()):
-        refuse(f"--resume takes a numbered checkpoint of this script, not {file} of {script}.py")
-    print(f"{'Going on from' if args.resume else 'Evaluating'} {file}", file=sys.stderr)
-    return checkpoint | {"file": file}
+def evaluate_games(args: Args, network: nn.Module, policy: Callable, stopping: list, videos: Path) -> list:
+    """Scores, not clipped, of whole games, one in each of as many, by a policy from obs to actions."""
+    network.eval()  # as dropout and batch normalisation ask for
+    returns, playing = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
+    seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes) >> 1
+    frames = []  # of the first game
+    with closing(make_games(args, seeds.tolist(), learning=False)) as games:
+        obs, _ = games.reset()
+        while playing.any() and not stopping:
+            if args.capture_video and playing[0] and len(frames) < 3000:
+                frames.append(games.env.render(env_ids=[0])[0])
+            obs, _, _, _, infos = games.step(policy(obs))
+            returns[playing] += infos["reward"][playing]
+            playing &= ~infos["over"]
+    if frames:
+        from gymnasium.utils.save_video import save_video  # it needs moviepy
 
-
-def save_checkpoint(args: Args, writer: SummaryWriter, name: str, state: dict, progress: dict, **more):
-    """Write a checkpoint into the run's folder, whole or not at all; of numbered ones the newest two stay."""
-    writer.flush()  # so that the curves of a run that is killed have no gap
-    folder, checkpoint = Path(writer.log_dir), {key: item.state_dict() for key, item in state.items()}
-    checkpoint |= {"script": Path(__file__).stem, "args": asdict(args), "progress": progress, **more}
-    torch.save(checkpoint, folder / "checkpoint.new")
-    (folder / "checkpoint.new").replace(folder / name)
-    for outdated in sorted(folder.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-2]:
-        outdated.unlink()
-
-
-def load_states(state: dict, checkpoint: dict) -> None:
-    """Give modules and optimizers their states back; settings of an optimizer are those of the arguments."""
-    for name, item in state.items():
-        if name not in checkpoint:
-            refuse(f"{checkpoint['file']} of {checkpoint['script']}.py has no {name}")
-        settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
-        try:
-            item.load_state_dict(checkpoint[name] | settings)
-        except (RuntimeError, ValueError) as error:  # of other sizes
-            refuse(f"{checkpoint['file']} of {checkpoint['script']}.py does not fit: {str(error)[:300]}")
-
-
-def take_up(args: Args, checkpoint: dict, progress: dict) -> None:
-    """Make a checkpoint the newest of its run, and forget a best agent that is later or of another task."""
-    os.utime(checkpoint["file"])  # the newest from here on
-    best = checkpoint["file"].with_name("best.pt")
-    if read(best).get("progress", progress)["global_step"] > progress["global_step"]:
-        best.unlink()
-    if not best.exists() or args.env_kwargs != checkpoint["args"].get("env_kwargs", {}):
-        progress["best_eval"] = -math.inf
-
-
-def stop_on_signals() -> list[int]:
-    """The list to which Ctrl+C and what Slurm sends add their numbers; the same one again ends at once."""
-    received = []
-
-    def note(number: int, _) -> None:
-        received.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    for name in {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"} & {*dir(signal)}:  # not all on Windows
-        number = getattr(signal, name)
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, note)
-    return received
-
-
-def evaluate(args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]) -> tuple:
-    """Play whole episodes with a policy from an observation to an action: their returns and last infos.
-
-    The network is in evaluation mode meanwhile, as dropout and batch normalisation ask for.
-    """
-    returns, infos = [], []
-    network.eval()
-    seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10)
-    bar = tqdm(total=len(seeds), desc="evaluation", unit="episode", leave=not args.eval_every, miniters=0)
-    for seed in seeds.tolist():
-        (obs, info), over, steps, score = env.reset(seed=seed), False, 0, 0.0
-        while not over and not stopping:
-            obs, reward, terminated, truncated, info = env.step(policy(obs))
-            over, steps, score = np.any(terminated | truncated), steps + 1, score + np.sum(reward).item()
-            bar.postfix = f"step {steps}, return {score:.1f}"
-            bar.update(0)
-        bar.update(int(over))
-        returns += [score] if over else []
-        infos += [info.get(0, info)] if over else []  # of an environment of EnvPool's that is alone
-    bar.close()
-    env.close()
+        save_video(frames, str(videos), fps=15)
     network.train()
-    return returns, infos
+    return [] if stopping else returns.tolist()
 
 
 if __name__ == "__main__":
@@ -488,26 +366,15 @@ if __name__ == "__main__":
     # [ranks: a device each] What torchrun tells; without it there is one rank, with a store of its own.
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    batch_size = args.num_envs * args.num_steps
-    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
-        refuse(f"--num-minibatches takes a smaller divisor of {batch_size}, got {args.num_minibatches}")
-    if not args.evaluate and args.total_timesteps < ranks * batch_size:  # [ranks: a device each]
-        refuse(f"--total-timesteps has to hold a rollout of {ranks * batch_size}, got {args.total_timesteps}")
-    if args.resume and checkpoint["ranks"] != ranks:
-        refuse(f"--resume takes as many ranks as before, {checkpoint['ranks']}, got {ranks}")
     device = torch.device(f"cuda:{local_rank}" if args.cuda and torch.cuda.is_available() else "cpu")
-    if device.type == "cuda" and local_ranks > torch.cuda.device_count():
-        refuse(f"{local_ranks} ranks need as many GPUs, there are {torch.cuda.device_count()}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(days=1), **store)  # rank 0 may evaluate for long
-    if args.cuda and device.type == "cpu" and rank == 0:
-        print("CUDA is not available: running on the CPU", file=sys.stderr)
-    if args.torch_deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for cuBLAS, read at its first use
-        torch.use_deterministic_algorithms(True)
+    dist.init_process_group(backend, timeout=timedelta(days=1), **alone)  # rank 0 may evaluate for long
+    if args.resume and checkpoint["ranks"] != ranks:
+        sys.exit(f"--resume takes as many ranks as before, {checkpoint['ranks']}, not {ranks}")
+    torch.use_deterministic_algorithms(args.torch_deterministic)
     torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.set_autocast_dtype(device.type, torch.bfloat16)
@@ -515,41 +382,32 @@ if __name__ == "__main__":
     torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
     torch.manual_seed(args.seed)
 
-    progress = {"global_step": 0, "updates": 0, "returns": [], "last_eval": 0}
-    progress |= {"best_eval": -math.inf} | (checkpoint["progress"] if args.resume else {})
-    global_step, updates = progress["global_step"], progress["updates"]
-    returns = progress["returns"]  # this very list
-
-    name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
+    global_step, updates, returns, best_eval = checkpoint["progress"] if args.resume else [0, 0, [], None]
+    name = f"{args.env_id.replace('/', '_')}__{args.exp_name}__{args.seed}__{time.time():.6f}"
     name = gathered(name)[0]  # [ranks: one run]
-    folder = checkpoint["file"].parent if args.resume else Path("runs", name)
-    videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
+    folder = checkpoint["file"].parent if checkpoint else Path(f"runs/{name}")
+    sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
     # [ranks: own environments]
     all_envs, own = ranks * args.num_envs, slice(rank * args.num_envs, (rank + 1) * args.num_envs)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = args.env_threads or min(max(cores // local_ranks, 1), args.num_envs)
-    own_args = replace(args, env_threads=threads)
-    envs = make_envs(own_args, global_step, videos if rank == 0 else None, rank=rank)
-
-    if rank == 0:  # [ranks: one run]
-        folder.mkdir(parents=True, exist_ok=bool(args.resume or videos))  # a refused run leaves none
-        try:
-            lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
-        except Timeout:
-            refuse(f"--resume: a run is at work in {folder}")
+    threads = args.env_threads or min(max(len(os.sched_getaffinity(0)) // local_ranks, 1), args.num_envs)
+    seeds = (sequence.generate_state(all_envs) >> 1).tolist()
+    envs = make_games(replace(args, env_threads=threads), seeds[own])
 
     agent = Agent(int(envs.action_space.n), device)
-    flat_agent = Flat(agent)  # [fast: flat]
+    flat_agent = FlatImages(agent)  # [fast: flat]
     annealed_lr = torch.tensor(args.learning_rate, device=device)  # [fast: numbers as tensors]
-    optimizer = Adam(flat_agent.params, annealed_lr, eps=1e-5, max_norm=args.max_grad_norm)
-    state = {"agent": agent, "optimizer": optimizer}  # what checkpoints hold: add modules and optimizers
+    # [ranks: one gradient]
+    optimizer = AdamOverRanks(flat_agent.params, annealed_lr, eps=1e-5, max_norm=args.max_grad_norm)
+    # What checkpoints hold: add modules and optimizers of your own.
+    state = {"agent": agent, "optimizer": optimizer}
 
     # Columns of a rollout, with a row for each step and one for the last obs, and of the batch made of it.
     columns = dict.fromkeys(["actions", "log_prob", "values", "rewards", "terminated", "valid"], 1)
     batch_columns = dict.fromkeys(["actions", "log_prob", "advantages", "targets", "values", "valid"], 1)
+    batch_size = args.num_envs * args.num_steps
     rollout = torch.zeros(args.num_steps + 1, args.num_envs, len(columns))
     steps = {name: column.numpy()[:, :, 0] for name, column in split(rollout, columns).items()}
-    # Channels come last: 116 ms a minibatch, not 177.
+    # Channels come last: so a CPU computes convolutions faster.
     rollout_obs = torch.zeros(args.num_steps + 1, args.num_envs, 84, 84, 4, dtype=torch.uint8, device=device)
     buffer = torch.zeros_like(rollout, device=device)
     batch = torch.zeros(batch_size, len(batch_columns), device=device)
@@ -559,6 +417,7 @@ if __name__ == "__main__":
     names = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
     names += ["explained_variance"]
     losses = {name: torch.zeros((), device=device) for name in names}  # [fast: losses in place]
+    stopping: list[int] = []  # signals received
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def act(obs: Tensor) -> Tensor:
@@ -568,11 +427,11 @@ if __name__ == "__main__":
             # [ranks: own environments] Of all ranks' numbers, its own.
             gumbel = -logits.new_empty(all_envs, logits.shape[1]).exponential_()[own].log()
             actions = (logits + gumbel).argmax(dim=1, keepdim=True)  # drawn in proportion to exp(logits)
-            log_prob, _ = categorical_log_prob(actions, logits)
+            log_prob, _ = log_prob_and_entropy(actions, logits)
             return torch.cat([actions.float(), log_prob, values], dim=1)
 
-    def best_action(obs: np.ndarray) -> np.ndarray:
-        """The likeliest action, (1,), at obs (1, 4, 84, 84)."""
+    def best_actions(obs: np.ndarray) -> np.ndarray:
+        """The likeliest actions, as games take them, (n,), at obs (n, 4, 84, 84)."""
         with torch.no_grad():
             logits, _ = agent(torch.from_numpy(obs).to(device).permute(0, 2, 3, 1).contiguous())
             return logits.argmax(dim=1).int().cpu().numpy()
@@ -590,7 +449,7 @@ if __name__ == "__main__":
         """
         deltas = rewards + args.gamma * (1 - terminated) * values[1:] - values[:-1]
         deltas, discounts = valid[:-1] * deltas, args.gamma * args.gae_lambda * valid[:-1] * valid[1:]
-        # [fast: scan by doubling] After k rounds an estimate holds 2^k terms. For 2048 steps 0.2 ms, not 9.
+        # [fast: scan by doubling] After k rounds an estimate holds 2^k terms.
         advantages, shift = deltas, 1
         while shift < args.num_steps:
             later = (0, 0, 0, 0, 0, shift)  # rows of zeros where there are none
@@ -636,7 +495,7 @@ if __name__ == "__main__":
             advantages = (advantages - centre) / (variance.sqrt() + 1e-8)
 
         logits, values = flat_agent(obs)  # [fast: flat]
-        log_prob, entropy = categorical_log_prob(rows["actions"].long(), logits)
+        log_prob, entropy = log_prob_and_entropy(rows["actions"].long(), logits)
         log_ratio = log_prob - rows["log_prob"]
         ratio = log_ratio.exp()
         clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
@@ -678,12 +537,21 @@ if __name__ == "__main__":
                 error = f"{Path(__file__).name}: error: {name} is {loss} at step {global_step}"
                 sys.exit(error if rank == 0 else 1)  # [ranks: one run]
 
-    # ---- Training ------------------------------------------------------------------------------------------
-    if args.evaluate or args.resume:
-        load_states({"agent": agent} if args.evaluate else state, checkpoint)
-    dist.broadcast(flat_agent.params.detach(), 0)  # [ranks: one gradient] equal on unlike devices, too
+    def store(row: int, obs: np.ndarray) -> None:
+        """Write observations (num_envs, 4, 84, 84) into a row of the rollout."""
+        frames = torch.from_numpy(obs).to(device, non_blocking=True)
+        rollout_obs[row].copy_(frames.permute(0, 2, 3, 1))
 
-    # [fast: one graph] Policy, preparation of the batch, gradient step. On a CPU 1.01 times eager.
+    def due(every: int | None) -> bool:
+        """Whether something is to be done now that is done every so many agent steps, and at the end."""
+        return every is not None and (last or global_step // every > rollout_step // every)
+
+    def stop(number: int, _) -> None:
+        """Have Ctrl+C and what Slurm sends end the run after its step; the same again ends it at once."""
+        stopping.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    # [fast: one graph] Policy, preparation of the batch, gradient step.
     if args.compile:
         torch._dynamo.config.trace_autograd_ops = True  # the gradient, too, without a break
         torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
@@ -696,71 +564,73 @@ if __name__ == "__main__":
     if cudagraphs:
         captured = partial(CudaGraphModule, warmup=5, device=device)
         act, prepare, update = captured(act), captured(prepare), captured(update)
+    # [fast: warm-up] Compile, warm up and capture before the first step, on the state, and put it back.
+    if args.compile or cudagraphs:
+        saved = {name: copy.deepcopy(item.state_dict()) for name, item in state.items()}
+        for _ in range(6 if cudagraphs else 1):  # captured: four warm up, one records, one replays
+            act(rollout_obs[0])
+            prepare()
+            share()  # [ranks: one minibatch]
+            update(torch.arange(batch_size // args.num_minibatches, device=device))
+        for name, item in state.items():
+            item.load_state_dict(saved[name])
     elif args.cudagraphs:
         print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
-    # [fast: warm-up] Compile, warm up and capture before the first step, on the state, and put it back.
-    if (args.compile or cudagraphs) and not args.evaluate:
-        saved = {name: {k: t.clone() for k, t in item.state_dict().items()} for name, item in state.items()}
-        try:
-            for _ in range(6 if cudagraphs else 1):  # captured: four warm up, one records, one replays
-                act(rollout_obs[0])
-                prepare()
-                share()  # [ranks: one minibatch]
-                update(torch.arange(batch_size // args.num_minibatches, device=device))
-        except InductorError as error:  # no C++ compiler, no Python.h, a space in a path
-            if not isinstance(error.inner_exception, CppCompileError | InvalidCxxCompiler):
-                raise
-            refuse(f"--compile: {str(error.inner_exception)[-300:]}")
-        load_states(state, saved)
+    else:
+        print("without --compile and --cudagraphs the eager script is faster than this one", file=sys.stderr)
 
-    sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
-    torch.manual_seed(int(sequence.generate_state(1)[0]))
-    next_obs, _ = envs.reset()
-    rollout_obs[-1].copy_(torch.from_numpy(next_obs).permute(0, 2, 3, 1))  # a rollout begins with it
-    steps["valid"][-1], valid = 1, np.ones(args.num_envs, dtype=bool)
+    # ---- Training ------------------------------------------------------------------------------------------
+    if args.evaluate and rank > 0:  # [ranks: one run]
+        sys.exit()
+    if args.evaluate:
+        agent.load_state_dict(checkpoint["agent"])
+        videos = folder / f"videos/{time.time():.0f}"
+        eval_returns = evaluate_games(args, agent, best_actions, stopping, videos)
+        print(json.dumps(asdict(args) | {"eval_returns": eval_returns}))
+        sys.exit()
+    if args.resume:
+        for name, item in state.items():
+            item.load_state_dict(checkpoint[name])
+    dist.broadcast(flat_agent.params.detach(), 0)  # [ranks: one gradient] equal on unlike devices, too
 
-    last = bool(args.evaluate) or global_step + ranks * batch_size > args.total_timesteps
     if args.track and rank == 0:  # [ranks: one run]
         import wandb
 
-        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
-        run |= {"id": folder.name[-64:], "name": folder.name, "resume": "allow", "save_code": True}
-        wandb.init(**run, sync_tensorboard=True)
-    purge_step = global_step + 1 if args.resume and not last else None  # entries of steps done again go
+        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": folder.name[-64:]}
+        wandb.init(**run, config=asdict(args), resume="allow", save_code=True, sync_tensorboard=True)
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     if rank == 0:  # [ranks: one run]
-        writer = SummaryWriter(str(folder), purge_step=purge_step)
-        table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
-        writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
+        writer = SummaryWriter(str(folder), purge_step=global_step + 1 if args.resume else None)
+        writer.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=2)}\n```")
 
-    if rank == 0 and args.resume and not last:  # [ranks: one run]
-        take_up(args, checkpoint, progress)
-    silent = last or rank > 0  # [ranks: one run]
-    bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=silent)
-    stopping = stop_on_signals()
-    saved_step = global_step
-    eval_every, checkpoint_every = args.eval_every or math.inf, args.checkpoint_every or math.inf  # never
+    torch.manual_seed(int(sequence.generate_state(1)[0]))
+    store(-1, envs.reset()[0])  # where a rollout begins
+    steps["valid"][-1] = 1
+    eval_returns, last = [], global_step + ranks * batch_size > args.total_timesteps  # [ranks: one run]
     startup_seconds = time.perf_counter() - START_TIME
     sps, sps_step, sps_time = None, global_step, time.perf_counter()
-    with closing(envs), writer if rank == 0 else nullcontext(), bar:  # [ranks: one run]
+    # [ranks: one run]
+    bar = tqdm(total=args.total_timesteps, initial=global_step, disable=rank > 0)
+    with closing(envs), writer if rank == 0 else nullcontext(), bar:
         while not last:
             remaining = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
             annealed_lr.fill_(args.learning_rate * remaining)  # [fast: numbers as tensors]
-            rollout_obs[0].copy_(rollout_obs[-1])
-            steps["valid"][0] = steps["valid"][-1]
+            rollout_step = global_step
             agent_steps, ended = 0, []  # [ranks: one run]
+            rollout_obs[0].copy_(rollout_obs[-1])
+            rollout[0] = rollout[-1]  # whether it is a transition
             for step in range(args.num_steps):
                 rollout[step, :, :3] = act(rollout_obs[step])  # sync: action, log_prob, value
                 actions = rollout[step, :, 0].int().numpy()
                 next_obs, rewards, terminated, truncated, infos = envs.step(actions)
-                frames = torch.from_numpy(next_obs).to(device, non_blocking=True)
-                rollout_obs[step + 1].copy_(frames.permute(0, 2, 3, 1))
+                store(step + 1, next_obs)
                 steps["rewards"][step], steps["terminated"][step] = rewards, terminated
-                agent_steps += int(np.count_nonzero(valid))  # [ranks: one run]
-                for index in np.flatnonzero(infos["_episode"]):
-                    # [ranks: one run]
-                    at, episode = global_step + ranks * agent_steps, infos["episode"]
-                    ended.append((at, float(episode["r"][index]), int(episode["l"][index])))
-                steps["valid"][step + 1] = valid = ~(terminated | truncated)  # else the next only goes on
+                steps["valid"][step + 1] = ~(terminated | truncated)  # else the next step only goes on
+                agent_steps += int(np.count_nonzero(steps["valid"][step]))  # [ranks: one run]
+                for index in np.flatnonzero(infos["over"]):
+                    score, length = infos["scores"][index].item(), infos["lengths"][index].item()
+                    ended.append((global_step + ranks * agent_steps, score, length))  # [ranks: one run]
 
             # [ranks: one run] What all of them have seen.
             steps_of, ended_of = zip(*gathered((agent_steps, ended)), strict=True)
@@ -783,55 +653,49 @@ if __name__ == "__main__":
                 # [ranks: one minibatch] sync, once an epoch: the mean over ranks
                 if args.target_kl is not None and mean_losses()["approx_kl"] > args.target_kl:
                     break
+
+            signals = [*chain(*gathered(stopping[:1]))]  # [ranks: one run] of one rank, they end all
+            stopping += signals
+            last = bool(signals) or global_step + ranks * batch_size > args.total_timesteps
             log_losses()
             sps = (global_step - sps_step) / (time.perf_counter() - sps_time)
             if rank == 0:  # [ranks: one run]
                 writer.add_scalar("charts/SPS", sps, global_step)
                 writer.add_scalar("charts/learning_rate", args.learning_rate * remaining, global_step)
-            bar.postfix = f"SPS {sps:.0f}, return {np.mean(returns[-10:]) if returns else math.nan:.1f}"
+            bar.set_postfix_str(f"SPS {sps:.0f}, return {np.mean(returns[-10:] or math.nan):.1f}")
             bar.update(global_step - bar.n)
-            progress |= {"global_step": global_step, "updates": updates}
-            signals = [*chain(*gathered(stopping[:1]))]  # [ranks: one run] of one rank, they end all
-            stopping += signals
-            if rank == 0 and global_step // eval_every > progress["last_eval"] // eval_every:
+            if rank == 0 and due(args.eval_every):  # [ranks: one run]
                 pause = time.perf_counter()
-                game = make_envs(replace(args, num_envs=1), 0, learning=False)
-                scores, _ = evaluate(args, game, agent, best_action, stopping)
-                if not stopping:
-                    progress["last_eval"], mean = global_step, float(np.mean(scores))
-                    writer.add_scalar("charts/eval_return", mean, global_step)
-                    if progress["best_eval"] < mean < math.inf:
-                        progress["best_eval"] = mean
-                        save_checkpoint(args, writer, "best.pt", state, progress)
+                videos = folder / f"videos/{global_step}"
+                eval_returns = evaluate_games(args, agent, best_actions, stopping, videos)
+                if eval_returns:  # none if a signal came
+                    score = float(np.mean(eval_returns))
+                    writer.add_scalar("charts/eval_return", score, global_step)
+                    if best_eval is None or score > best_eval:
+                        best_eval = score
+                        save_checkpoint(folder / "best.pt", args, state)
                 sps_time += time.perf_counter() - pause
-            last = any(signals) or global_step + ranks * batch_size > args.total_timesteps  # [ranks: one run]
-            at_the_end = last and (args.save_model or args.checkpoint_every)
-            # [ranks: one run]
-            if rank == 0 and (at_the_end or global_step - saved_step >= checkpoint_every):
-                save_checkpoint(args, writer, f"{global_step}.pt", state, progress, ranks=ranks)
-                saved_step = global_step
+            if rank == 0 and due(args.checkpoint_every):  # [ranks: one run]
+                writer.flush()  # so that the curves of a run that is killed have no gap
+                progress = [global_step, updates, returns, best_eval]
+                # [ranks: a device each] It takes as many to go on.
+                save_checkpoint(folder / "checkpoint.pt", args, state, progress=progress, ranks=ranks)
 
     # ---- End -----------------------------------------------------------------------------------------------
-    eval_returns = []
-    if rank == 0 and (args.evaluate or (args.eval_episodes and not stopping)):  # [ranks: one run]
-        videos = folder / "evaluation" / "videos" if args.capture_video else None
-        env = make_envs(replace(args, num_envs=1), 0, videos, learning=False)
-        eval_returns, _ = evaluate(args, env, agent, best_action, stopping)
     if args.track and rank == 0:  # [ranks: one run]
         for video in sorted(folder.rglob("*.mp4")):
-            wandb.log({str(video.relative_to(folder).with_suffix("")): wandb.Video(str(video))})
+            wandb.log({str(video.relative_to(folder)): wandb.Video(str(video))})
         wandb.finish()  # whose last words come before the summary
-    summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
-    summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast: one graph]
-    best = progress["best_eval"] if math.isfinite(progress["best_eval"]) else None
-    summary |= {"eval_returns": eval_returns, "best_eval_return": best}
-    summary |= {"folder": str(folder), "updates": updates, "episodes": len(returns)}
-    summary |= {"ranks": ranks}  # [ranks: a device each]
+    summary = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False, **asdict(args)}
+    summary["cudagraphs"] = cudagraphs  # [fast: graph capture]
+    summary["ranks"] = ranks  # [ranks: a device each]
+    summary |= {"device": device.type, "folder": str(folder), "best_eval_return": best_eval}
+    summary |= {"total_timesteps": global_step, "updates": updates, "sps": sps, "episodes": len(returns)}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}
     if rank == 0:  # [ranks: one run]
-        print(json.dumps(summary))
+        print(json.dumps(summary | {"eval_returns": eval_returns}))
     gathered(None)  # nobody leaves before rank 0 is done: torchrun ends all when one has failed
     if cudagraphs:
         del act, prepare, update  # NCCL would wait for the graphs that hold its operations
