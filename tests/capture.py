@@ -17,6 +17,8 @@ from unittest.mock import Mock, patch
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.output_code import CompiledFxGraph
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -137,6 +139,18 @@ class Graph(TorchDispatchMode):
                 again = tree_leaves(function(*args, **kwargs))
                 for at, place in new:
                     place.copy_(again[at])
+
+
+class Interpreted(CompiledFxGraph):
+    """In place of Inductor's code for a graph: its ATen calls, one by one."""
+
+    def __init__(self, graph: torch.fx.GraphModule, _):
+        self.current_callable = lambda inputs: graph.forward(*inputs)
+        self._boxed_call, self._compile_context = True, None
+
+
+# A backend for `torch.compile`, whose code a twin calls directly, as that of Inductor.
+interpreted = aot_autograd(fw_compiler=Interpreted, keep_inference_input_mutations=True)
 
 
 @contextmanager

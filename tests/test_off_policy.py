@@ -9,7 +9,19 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import ACTOR_CRITIC, DQN, EACH_STEP, OFF_POLICY, TWINS, instances, rates, run, takes, world
+from conftest import (
+    ACTOR_CRITIC,
+    DQN,
+    EACH_STEP,
+    OFF_POLICY,
+    TWINS,
+    instances,
+    load,
+    rates,
+    run,
+    takes,
+    world,
+)
 from envs import Bytes, observation, scripted_rows
 from torch import Tensor
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
@@ -106,9 +118,9 @@ def test_returns_end_with_their_episode_and_with_the_newest_row(name, num_envs, 
 
 @fast
 def test_returns_do_not_go_on_in_the_episodes_after_a_checkpoint(name, tmp_path):
-    before = fresh(name, 3, "--save-model", directory=tmp_path)
-    [file] = conftest.checkpoints(tmp_path)
-    after = run(name, "--resume", file, "--total-timesteps", 60, directory=tmp_path)
+    before = fresh(name, 3, *conftest.SAVED, directory=tmp_path)
+    folder = conftest.checkpoint(tmp_path).parent
+    after = run(name, "--resume", folder, "--total-timesteps", 60, directory=tmp_path)
     assert not (before["deviations"] == after["deviations"]).any()
     over = [result["buffer"][39:42, 8] for result in (before, after)]
     assert not over[0].all() and over[1].all()
@@ -140,11 +152,11 @@ def test_actions_reach_the_bounds_of_the_environment_and_explore_with_the_right_
     layer.weight.data.fill_(0)
     for sign, bound in ((-1, env.unwrapped.action_space.low), (1, env.unwrapped.action_space.high)):
         layer.bias.data.fill_(100 * sign)
-        for action in result["act"](obs[:100]).numpy():
+        for action in load(name)["in_bounds"](result["act"](obs[:100]).numpy(), env.action_space):
             env.reset()
             env.step(action)  # which checks that it is within its bounds
         assert np.isclose(env.unwrapped.actions[-100:], bound).any(axis=0).all()
-        assert (result["best_action"](np.zeros(OBS_DIM)) == sign).all()
+        assert np.isclose(result["best_actions"](np.zeros((2, OBS_DIM))), bound).all()
     layer.bias.data.fill_(0)
     noise, expected = result["act"](obs), float(result.get("deviations", 0.1))
     if takes(name, "autotune"):
@@ -159,7 +171,7 @@ def test_so_many_actions_are_random(name, epsilon):
     """Those of the policy in NumPy, too."""
     fixed = ("--start-e", epsilon, "--end-e", epsilon, "--learning-rate", 0)
     result, obs = fresh(name, 1, *fixed), torch.randn(1, OBS_DIM)
-    many, best = obs.expand(20_000, -1), result["best_action"](obs[0].numpy()) - 5
+    many, best = obs.expand(20_000, -1), result["best_actions"](obs.numpy())[0] - 5
     assert best == result["state"]["q_network"](obs).argmax()
     expected, close = torch.full((3,), epsilon / 3), 0.02 if epsilon else 0
     expected[best] += 1 - epsilon

@@ -58,11 +58,11 @@ def test_an_lstm_on_a_gpu_is_as_precise_as_other_products(precision, expected):
 
 def test_weights_are_those_of_the_last_update():
     """Autocast would keep the first ones in bfloat16 for good."""
-    name, obs = "ppo_continuous_action", np.ones(17)
+    name, obs = "ppo_continuous_action", np.ones((1, 17))
     result = run(name, *SHORT[name], *rates(name, 0.01), *BFLOAT16)
-    exact = result["best_action"](obs)
+    exact = result["best_actions"](obs)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=torch.is_autocast_cache_enabled()):
-        rounded = result["best_action"](obs)
+        rounded = result["best_actions"](obs)
     assert 0 < np.abs(rounded - exact).max() < 0.05 * np.abs(exact).max()
 
 
