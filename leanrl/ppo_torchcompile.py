@@ -398,9 +398,10 @@ if __name__ == "__main__":
             obs = obs @ params[0].T + params[1] if params else np.tanh(obs)
         return obs
 
-    layer_types = {type(layer) for layer in agent.actor.children()}
-    act_in_numpy = type(agent.actor) is nn.Sequential and layer_types <= {nn.Linear, nn.Tanh}
-    act_in_numpy &= args.precision != "bfloat16" and args.num_envs <= 256
+    others = [layer for layer in agent.actor.children() if type(layer) is not nn.Tanh]
+    act_in_numpy = all(type(layer) is nn.Linear and layer.bias is not None for layer in others)
+    act_in_numpy &= type(agent.actor) is nn.Sequential and args.precision != "bfloat16"
+    act_in_numpy &= args.num_envs <= 256
     policy = numpy_policy if act_in_numpy else torch_policy
     if not act_in_numpy:
         print("acting in PyTorch: NumPy is for float32, Linear and Tanh, 256 environments", file=sys.stderr)
