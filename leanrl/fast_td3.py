@@ -1,9 +1,9 @@
-# LeanRL 0.2.0
+# LeanRL 0.3.0
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
 #     "torch>=2.11,<2.16", "gymnasium[mujoco]>=1.4,<1.5", "mujoco>=3.6,<4", "numpy>=2,<3", "tyro>=1,<2",
-#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.16",
+#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3",
 #     "envpool>=1.2.5,<2",
 # ]
 # ///
@@ -27,28 +27,27 @@ import time
 START_TIME = time.perf_counter()  # the imports below are part of the start-up
 
 import copy
+import importlib
 import json
 import math
-import os
-import re
 import signal
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NoReturn
+from typing import Annotated, Literal
 
+import envpool
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
-from filelock import FileLock, Timeout
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -56,37 +55,30 @@ from tqdm import tqdm
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
-FIXED = ("env_id", "obs_keys", "seed", "num_envs", "buffer_size")  # --resume may not change these
-FIXED += ("actor_hidden_dim", "critic_hidden_dim", "num_atoms", "v_min", "v_max")
 
 
-@dataclass
+@dataclass(config={"allow_inf_nan": False})  # of pydantic, which checks types; tyro tells what they take
 class Args:
-    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"  # of networks; bfloat16 is for AMX and GPUs
-    torch_deterministic: bool = False  # only deterministic algorithms: a seed repeats its run on a GPU, too
+    torch_deterministic: bool = False  # only what a GPU repeats, with CUBLAS_WORKSPACE_CONFIG=:4096:8
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
-    capture_video: bool = False  # record videos of the first environment under runs/<run>/videos
-    save_model: bool = False  # write a checkpoint at the end
-    checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
-    resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
-    evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; if given, one ends the run
-    eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
+    capture_video: bool = False  # film the first episode of each evaluation
+    checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; one is at the end
+    resume: str | None = None  # go on with the run of this folder, with its arguments
+    evaluate: str | None = None  # do not train, evaluate this checkpoint
+    eval_every: PositiveInt | None = None  # agent steps between evaluations; one is at the end
+    eval_episodes: PositiveInt = 10  # the episodes of an evaluation
     log_every: PositiveInt = 1_000  # agent steps between two log entries
 
-    env_id: str = "CheetahRun-v1"  # the id of the environment: any with bounded vectors as actions
-    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # arguments for gym.make or EnvPool
-    obs_keys: tuple[str, ...] | None = None  # the parts of an observation that the agent sees, else all
+    env_id: str = "CheetahRun-v1"  # a task of EnvPool or Gymnasium with bounded vectors as actions
+    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # further arguments of the environment
     total_timesteps: PositiveInt = 5_000_000  # agent steps in all, over all environments
     num_envs: PositiveInt = 64  # the number of parallel environments
-    env_backend: Literal["gymnasium", "envpool"] = "envpool"  # what steps the environments
-    env_threads: NonNegativeInt = 0  # the number of EnvPool's threads; 0: one for each core
     buffer_size: PositiveInt = 1_000_000  # transitions that the replay buffer holds, over all environments
     gamma: Fraction = 0.99  # the discount factor
     tau: Fraction = 0.1  # how far target networks move towards their networks at each gradient step
@@ -108,53 +100,89 @@ class Args:
     v_min: float = -100.0  # the lowest of them: no return should be lower
     v_max: float = 100.0  # the highest of them: no return should be higher
 
+    def __post_init__(self):  # tyro tells what it raises, and exits with status 2
+        if self.buffer_size // self.num_envs * self.num_envs < self.batch_size:
+            raise ValueError("--buffer-size has to hold a batch, of whole steps of all environments")
+        if self.v_min >= self.v_max:
+            raise ValueError("--v-min has to be below --v-max")
+        if self.std_min > self.std_max:
+            raise ValueError("--std-min may not be above --std-max")
+
+
+FIXED = ("env_id", "num_envs", "buffer_size", "critic_learning_rate", "actor_learning_rate", "weight_decay")
+FIXED += ("critic_hidden_dim", "actor_hidden_dim", "num_atoms", "v_min", "v_max")  # as --resume finds them
+
 
 # ---- Environment -------------------------------------------------------------------------------------------
-def make_env(args: Args, videos: Path | None = None) -> gym.Env:
-    """Build an environment with flat observations and actions in [-1, 1], filmed into the folder `videos`."""
-    if args.env_backend == "envpool":
-        env = Pool(args, [], filmed=videos is not None)
-    else:
-        warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature has figures of -v4
-        env = make(args, videos)
-        if videos and (renderer := getattr(env.unwrapped, "mujoco_renderer", None)):
-            import mujoco
-
-            # Gymnasium 1.4 lets a HalfCheetah run out of sight. Without that camera it is -1, the default.
-            renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
-        try:
-            env = gym.wrappers.FilterObservation(env, args.obs_keys) if args.obs_keys else env
-        except (TypeError, ValueError) as error:
-            refuse(f"--obs-keys: {error}")
-        if not env.observation_space.is_np_flattenable:
-            refuse(f"--env-id takes observations that can be flattened, not {env.observation_space}")
-        env = gym.wrappers.FlattenObservation(env)
-    return film(args, rescale_actions(env), videos)
-
-
-def rescale_actions(env: gym.Env) -> gym.Env:
-    """Have environments take actions in [-1, 1] in place of their own bounds."""
-    actions = env.action_space
-    floats = isinstance(actions, gym.spaces.Box) and actions.dtype.kind == "f" and actions.is_bounded()
-    if not (floats and len(actions.shape) == 1 and (actions.low < actions.high).all()):
-        refuse(f"--env-id takes bounded vectors of floats as actions, not {actions}")
-    # Scaling may round to just outside of the bounds.
-    env = gym.wrappers.TransformAction(env, lambda action: action.clip(actions.low, actions.high), actions)
-    one = actions.dtype.type(1)
-    return gym.wrappers.RescaleAction(env, -one, one)
-
-
-def make_envs(args: Args, seeds: list[int], videos: Path | None) -> gym.Env | SyncVectorEnv:
-    """Build all environments; the step that ends an episode also resets its environment (SAME_STEP)."""
-    if args.env_backend == "gymnasium":
-        env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(args.num_envs)]
-        return Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+def make_env(args: Args, videos: Path | None) -> gym.Env:
+    """Build an environment whose observations are vectors; its first episode is filmed into `videos`."""
+    env = gym.make(args.env_id, render_mode="rgb_array" if videos else None, **args.env_kwargs)
     if videos:
-        make_env(args, videos).close()  # refuses what does not render before all else
-        print("--capture-video: of EnvPool's environments only evaluation is filmed", file=sys.stderr)
-    envs = rescale_actions(SameStep(args, seeds))
-    envs.action_space = gym.vector.utils.batch_space(envs.action_space, args.num_envs)
+        env = gym.wrappers.RecordVideo(env, str(videos), lambda episode: episode == 0, disable_logger=True)
+    return gym.wrappers.FlattenObservation(env)
+
+
+def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEnv:
+    """Build environments; the step that ends an episode also resets its environment (SAME_STEP)."""
+    module, _, env_id = args.env_id.rpartition(":")
+    if module:  # beside the script, in the current folder or installed
+        sys.path.append(str(Path.cwd()))
+        importlib.import_module(module)
+    if gym.spec(env_id).entry_point is None:  # it makes many at once, as pool.py's do
+        envs = gym.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point", **args.env_kwargs)
+    else:
+        env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(num_envs)]
+        envs = Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    mode = envs.metadata["autoreset_mode"]
+    if mode != AutoresetMode.SAME_STEP:
+        sys.exit(f"--env-id takes environments with SAME_STEP autoreset, not {mode}")
     return envs
+
+
+class Envs(SyncVectorEnv):
+    """Environments stepped in turn. Of infos they give `final_obs` alone: to merge all takes 10 of 74 us."""
+
+    def _add_info(self, infos: dict, info: dict, index: int) -> dict:
+        if "final_obs" in info:
+            infos.setdefault("final_obs", {})[index] = info["final_obs"]
+        return infos
+
+
+class Pool(VectorEnv):
+    """EnvPool's environments, with vectors as observations: of named parts in the order of their names."""
+
+    def __init__(self, task: str, num_envs: int, keys=(), **options):
+        self.make = partial(envpool.make_gymnasium, task, num_envs=num_envs, **options)
+        self.metadata, self.num_envs = {"autoreset_mode": AutoresetMode.SAME_STEP}, num_envs
+        self.parts, spec = {}, envpool.make_spec(task, **options)
+        space, self.single_action_space = spec.gymnasium_observation_space, spec.gymnasium_action_space
+        if isinstance(space, gym.spaces.Dict):
+            self.parts = {key: space[key] for key in sorted(keys or space)}
+            space = gym.spaces.Dict(self.parts)
+        self.single_observation_space = gym.spaces.flatten_space(space)
+
+    def vectors(self, obs: np.ndarray | dict[str, np.ndarray]) -> np.ndarray:
+        """Observations of n environments as (n, obs_dim), in memory of their own."""
+        parts = [obs[key] for key in self.parts] or [obs]
+        return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
+
+    def reset(self, *, seed: list[int], options=None) -> tuple:
+        self.pool = self.make(seed=seed)  # EnvPool takes seeds only here
+        return self.vectors(self.pool.reset()[0]), {}
+
+    def step(self, actions: np.ndarray) -> tuple:
+        obs, rewards, terminated, truncated, _ = self.pool.step(actions)
+        final_obs, over = self.vectors(obs), np.flatnonzero(terminated | truncated)
+        obs = final_obs.copy()
+        if len(over):
+            obs[over] = self.vectors(self.pool.reset(over)[0])
+        return obs, rewards, terminated, truncated, {"final_obs": final_obs}
+
+
+def in_bounds(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
+    """Actions in [-1, 1], (n, action_dim), scaled to the bounds of a space, by which rounding is cut."""
+    middle, half = (space.high + space.low) / 2, (space.high - space.low) / 2
+    return (middle + actions * half).clip(space.low, space.high)
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -249,269 +277,52 @@ def project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
     return projected.scatter_add(1, lower + 1, probs * upper_share)
 
 
-# ---- Run: command line, checkpoints, signals, evaluation ---------------------------------------------------
-def refuse(message: str) -> NoReturn:
-    """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
-    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
-
-
-def command_line() -> list[str]:
-    """What was typed, with `--flag=False` and `--flag False` as `--no-flag`, and integers as 1e6 in full."""
-    typed, words = [], []
-    for word in sys.argv[1:]:
-        option, equals, value = word.partition("=")
-        typed += [option, value] if equals and option.startswith("--") else [word]
-    for word in typed:
-        kind = Args.__annotations__.get(words[-1][2:].replace("-", "_") if words else "")
-        if kind is bool and word in ("False", "false"):
-            words[-1] = f"--no-{words[-1][2:]}"
-        elif not (kind is bool and word in ("True", "true")):
-            whole = "int" in str(kind) and re.fullmatch(r"\d+\.?\d*[eE]\+?\d+", word) and float(word) % 1 == 0
-            words.append(f"{float(word):.0f}" if whole else word)
-    return words
-
-
+# ---- Run ---------------------------------------------------------------------------------------------------
 def parse_args() -> tuple[Args, dict]:
-    """The arguments, and the checkpoint that gives --resume its defaults, and --evaluate its environment."""
-    args, checkpoint, saved = tyro.cli(Args, args=command_line()), {}, {}
-    if args.resume and args.evaluate:
-        refuse("--resume and --evaluate exclude each other")
+    """The arguments, and the checkpoint that gives --resume and --evaluate those that are not typed."""
+    args, checkpoint = tyro.cli(Args), {}
     if args.resume or args.evaluate:
-        checkpoint = load_checkpoint(args)
-        of_env = {"env_id", "env_kwargs", "env_backend", "obs_keys", "actor_hidden_dim"}
-        kept = vars(args).keys() & of_env if args.evaluate else vars(args).keys()
-        saved = {name: checkpoint["args"][name] for name in sorted(kept & checkpoint["args"].keys())}
-        args = tyro.cli(Args, args=command_line(), default=Args(**saved))  # again, over these
-    try:
-        TypeAdapter(Args).validate_python(vars(args))
-    except ValidationError as invalid:
-        error = invalid.errors()[0]
-        refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
-    for name, value in saved.items():
-        option, now = f"--{name.replace('_', '-')}", getattr(args, name)
-        if now != value and name in FIXED:
-            refuse(f"{option} has to stay {value}, as in {checkpoint['file']}, got {now}")
-        if now != value and name != "resume":
-            print(f"{option} {now}{' from here on' if args.resume else ''}, it was {value}", file=sys.stderr)
+        file = Path(args.evaluate or Path(args.resume, "checkpoint.pt"))
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True) | {"file": file}
+        if "save_model" in checkpoint["args"]:
+            sys.exit(f"{file} is of LeanRL 0.2, whose scripts go on with it")
+        saved = {name: value for name, value in checkpoint["args"].items() if name in Args.__annotations__}
+        args = tyro.cli(Args, default=Args(**saved))
+        for name in FIXED if args.resume else ():
+            if getattr(args, name) != saved[name]:
+                sys.exit(f"--{name.replace('_', '-')} has to stay {saved[name]}, as in {file}")
     return args, checkpoint
 
 
-def read(file: Path) -> dict:
-    """The content of a checkpoint, of which nothing is executed; of another file, the error."""
-    try:
-        return dict(torch.load(file, map_location="cpu", weights_only=True))
-    except Exception as error:  # torch.load raises what it likes
-        return {"error": str(error).split("Unpickler error: ")[-1][:300]}
+def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) -> None:
+    """Write a checkpoint, whole or not at all."""
+    states = {name: item.state_dict() for name, item in state.items()}
+    torch.save({"args": asdict(args) | {"resume": None}, **states, **more}, file.with_suffix(".new"))
+    file.with_suffix(".new").replace(file)
 
 
-def load_checkpoint(args: Args) -> dict:
-    """Read the checkpoint to resume or evaluate, of a folder the newest."""
-    path = Path(args.resume or args.evaluate)
-    in_folder = path.glob("[0-9]*.pt" if args.resume else "*.pt")  # none if it is a file itself
-    file = max(in_folder, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
-    script = (checkpoint := read(file)).get("script")
-    if not script:
-        refuse(f"{file} is not a checkpoint or a folder with one: {checkpoint.get('error', 'no script')}")
-    if args.resume and (script != Path(__file__).stem or not file.stem.isdecimal()):
-        refuse(f"--resume takes a numbered checkpoint of this script, not {file} of {script}.py")
-    print(f"{'Going on from' if args.resume else 'Evaluating'} {file}", file=sys.stderr)
-    return checkpoint | {"file": file}
-
-
-def save_checkpoint(args: Args, writer: SummaryWriter, name: str, state: dict, progress: dict, **more):
-    """Write a checkpoint into the run's folder, whole or not at all; of numbered ones the newest two stay."""
-    writer.flush()  # so that the curves of a run that is killed have no gap
-    folder, checkpoint = Path(writer.log_dir), {key: item.state_dict() for key, item in state.items()}
-    checkpoint |= {"script": Path(__file__).stem, "args": asdict(args), "progress": progress, **more}
-    torch.save(checkpoint, folder / "checkpoint.new")
-    (folder / "checkpoint.new").replace(folder / name)
-    for outdated in sorted(folder.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-2]:
-        outdated.unlink()
-
-
-def load_states(state: dict, checkpoint: dict) -> None:
-    """Give modules and optimizers their states back; settings of an optimizer are those of the arguments."""
-    for name, item in state.items():
-        if name not in checkpoint:
-            refuse(f"{checkpoint['file']} of {checkpoint['script']}.py has no {name}")
-        settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
-        try:
-            item.load_state_dict(checkpoint[name] | settings)
-        except (RuntimeError, ValueError) as error:  # of other sizes
-            refuse(f"{checkpoint['file']} of {checkpoint['script']}.py does not fit: {str(error)[:300]}")
-
-
-def take_up(args: Args, checkpoint: dict, progress: dict) -> None:
-    """Make a checkpoint the newest of its run, and forget a best agent that is later or of another task."""
-    os.utime(checkpoint["file"])  # the newest from here on
-    best = checkpoint["file"].with_name("best.pt")
-    if read(best).get("progress", progress)["global_step"] > progress["global_step"]:
-        best.unlink()
-    if not best.exists() or args.env_kwargs != checkpoint["args"].get("env_kwargs", {}):
-        progress["best_eval"] = -math.inf
-
-
-def stop_on_signals() -> list[int]:
-    """The list to which Ctrl+C and what Slurm sends add their numbers; the same one again ends at once."""
-    received = []
-
-    def note(number: int, _) -> None:
-        received.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    for name in {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"} & {*dir(signal)}:  # not all on Windows
-        number = getattr(signal, name)
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, note)
-    return received
-
-
-def evaluate(args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]) -> tuple:
-    """Play whole episodes with a policy from an observation to an action: their returns and last infos.
-
-    The network is in evaluation mode meanwhile, as dropout and batch normalisation ask for.
-    """
-    returns, infos = [], []
-    network.eval()
-    seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10)
-    bar = tqdm(total=len(seeds), desc="evaluation", unit="episode", leave=not args.eval_every, miniters=0)
-    for seed in seeds.tolist():
-        (obs, info), over, steps, score = env.reset(seed=seed), False, 0, 0.0
-        while not over and not stopping:
-            obs, reward, terminated, truncated, info = env.step(policy(obs))
-            over, steps, score = np.any(terminated | truncated), steps + 1, score + np.sum(reward).item()
-            bar.postfix = f"step {steps}, return {score:.1f}"
-            bar.update(0)
-        bar.update(int(over))
-        returns += [score] if over else []
-        infos += [info.get(0, info)] if over else []  # of an environment of EnvPool's that is alone
-    bar.close()
-    env.close()
+def evaluate(args: Args, network: nn.Module, policy: Callable, stopping: list[int], videos: Path) -> list:
+    """Returns of whole episodes, one in each of as many environments, by a policy from obs to actions."""
+    network.eval()  # as dropout and batch normalisation ask for
+    returns, playing = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
+    seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes) >> 1
+    with closing(make_envs(args, args.eval_episodes, videos if args.capture_video else None)) as envs:
+        obs, _ = envs.reset(seed=seeds.tolist())
+        while playing.any() and not stopping:
+            obs, rewards, terminated, truncated, _ = envs.step(policy(obs))
+            returns[playing] += rewards[playing]
+            playing &= ~(terminated | truncated)
+            if not (np.isfinite(obs).all() and np.isfinite(returns).all()):
+                sys.exit(f"{Path(__file__).name}: error: an evaluation is not finite")
     network.train()
-    return returns, infos
-
-
-# ---- Backends: gym.make and EnvPool ------------------------------------------------------------------------
-def make(args: Args, videos: Path | None) -> gym.Env:
-    """What `gym.make` gives; errors of an environment of the user's own keep their traceback."""
-    try:
-        return gym.make(args.env_id, **args.env_kwargs, **({"render_mode": "rgb_array"} if videos else {}))
-    except gym.error.Error as error:  # such as of an id that there is not
-        refuse(f"--env-id {args.env_id}: {error}")
-    except Exception as error:
-        unloaded = "MUJOCO_GL" in os.environ and "mujoco" not in sys.modules  # whose import asks for it
-        unloaded &= "mujoco" in str(gym.registry.get(args.env_id))
-        module, colon, _ = args.env_id.partition(":")
-        missing = getattr(error.__cause__, "name", None)  # what gym.make could not import
-        ours = unloaded or args.env_kwargs or isinstance(error, ImportError | TypeError)
-        ours = f"{module}.".startswith(f"{missing}.") if colon else ours
-        if not (ours or (videos and "render_mode" in str(error))):
-            raise
-        refuse(f"--env-id {args.env_id}: {error}{'; unset MUJOCO_GL or install that library' * unloaded}")
-
-
-def film(args: Args, env: gym.Env, videos: Path | None) -> gym.Env:
-    """Have an environment filmed into the folder `videos`; refuses one that does not render."""
-    if not videos:
-        return env
-    try:
-        env.reset()
-        assert env.render() is not None, "no image"
-    except Exception as error:  # of whatever draws
-        undecided = "OpenGL" in str(error) and sys.platform == "linux" and "MUJOCO_GL" not in os.environ
-        remedy = "; without a display set MUJOCO_GL=egl" * undecided
-        refuse(f"--capture-video: {args.env_id} does not render: {type(error).__name__}: {error}{remedy}")
-    return gym.wrappers.RecordVideo(env, str(videos), disable_logger=True)
-
-
-class Envs(SyncVectorEnv):
-    """Environments stepped in turn, with infos by index: to merge them takes 10 of the 74 us of a step."""
-
-    def _add_info(self, vector_infos: dict, env_info: dict, env_num: int) -> dict:
-        vector_infos.setdefault(env_num, {}).update(env_info)
-        return vector_infos
-
-
-class Pool(gym.Wrapper):
-    """EnvPool's environments, with vectors as observations: of named parts by the order of their names.
-
-    Without seeds, one to evaluate in, without the axis in front. EnvPool takes seeds of 31 bits.
-    """
-
-    def __init__(self, args: Args, seeds: list[int], filmed: bool = False):
-        self.alone = not seeds
-        seeds = seeds or np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(1).tolist()
-        try:
-            import envpool
-        except ImportError:
-            refuse("--env-backend envpool needs the package envpool: requirements/envpool.txt")
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        kwargs = {"num_envs": len(seeds), "batch_size": len(seeds), "seed": [seed >> 1 for seed in seeds]}
-        kwargs |= {"num_threads": min(args.env_threads or cores, len(seeds))}
-        kwargs |= {"render_mode": "rgb_array" if filmed else None}
-        try:  # a key that is in both is a TypeError
-            super().__init__(envpool.make(args.env_id, "gymnasium", **kwargs, **args.env_kwargs))
-        except Exception as error:  # of the id, an argument or what the environment needs
-            refuse(f"--env-id {args.env_id}: {str(error)[:200]}")
-        if self.env.config.get("max_num_players", 1) > 1:
-            refuse(f"--env-id {args.env_id}: more than one player")
-        space = self.env.observation_space
-        self.keys = sorted({*(args.obs_keys or space)}) if isinstance(space, gym.spaces.Dict) else None
-        parts = {key: space.spaces.get(key) for key in self.keys} if self.keys else {"": space}
-        boxes = all(isinstance(part, gym.spaces.Box | gym.spaces.MultiBinary) for part in parts.values())
-        if not boxes or (args.obs_keys and not self.keys):
-            refuse(f"--env-id and --obs-keys take boxes as observations, of {space}")
-        self.observation_space = gym.spaces.flatten_space(gym.spaces.Dict(parts))
-
-    def vectors(self, obs: np.ndarray | dict[str, np.ndarray]) -> np.ndarray:
-        """Observations as they come from EnvPool, of n environments, as (n, obs_dim), or of one."""
-        parts = [obs[key] for key in self.keys] if self.keys else [obs]
-        vectors = np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
-        return vectors[0] if self.alone else vectors
-
-    def reset(self, **_) -> tuple[np.ndarray, dict]:
-        return self.vectors(self.env.reset()[0]), {}
-
-    def step(self, actions: np.ndarray) -> tuple:
-        actions = np.asarray(actions)[None] if self.alone else actions
-        obs, rewards, terminated, truncated, info = self.env.step(actions)
-        infos = {index: {"is_success": success} for index, success in enumerate(info.get("is_success", ()))}
-        return self.vectors(obs), rewards, terminated, truncated, infos
-
-    def render(self) -> np.ndarray:
-        return self.env.render(env_ids=[0])[0]
-
-
-class SameStep(Pool):
-    """A pool of which the step that ends an episode also resets its environment; infos are Gymnasium's."""
-
-    def step(self, actions: np.ndarray) -> tuple:
-        obs, rewards, terminated, truncated, infos = super().step(actions)
-        over = np.flatnonzero(terminated | truncated)
-        infos = {index: {"final_obs": obs[index], "final_info": infos.get(index, {})} for index in over}
-        if len(over):
-            obs = obs.copy()
-            obs[over] = self.vectors(self.env.reset(over)[0])
-        return obs, rewards, terminated, truncated, infos
+    return [] if stopping else returns.tolist()
 
 
 if __name__ == "__main__":
     # ---- Setup ---------------------------------------------------------------------------------------------
     args, checkpoint = parse_args()
-    if args.buffer_size < max(args.batch_size, args.num_envs):
-        refuse(f"--buffer-size has to hold a batch and a step of all environments, got {args.buffer_size}")
-    if args.v_min >= args.v_max:
-        refuse(f"--v-min has to be below --v-max, got {args.v_min} and {args.v_max}")
-    if args.std_min > args.std_max:
-        refuse(f"--std-min may not be above --std-max, got {args.std_min} and {args.std_max}")
-    args.num_envs = 1 if args.evaluate else args.num_envs
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    if args.cuda and device.type == "cpu":
-        print("CUDA is not available: running on the CPU", file=sys.stderr)
-    if args.torch_deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for cuBLAS, read at its first use
-        torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(args.torch_deterministic)
     torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.set_autocast_dtype(device.type, torch.bfloat16)
@@ -519,30 +330,21 @@ if __name__ == "__main__":
     torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
     torch.manual_seed(args.seed)
 
-    progress = {"global_step": 0, "updates": 0, "returns": [], "successes": []}
-    progress |= {"last_eval": 0, "best_eval": -math.inf} | (checkpoint["progress"] if args.resume else {})
-    global_step, updates = progress["global_step"], progress["updates"]
-    returns, successes = progress["returns"], progress["successes"]  # not copies: checkpoints have them
+    start = [0, 0, [], None]
+    global_step, updates, returns, best_eval = checkpoint["progress"] if args.resume else start
+    name = f"{args.env_id.replace('/', '_')}__{args.exp_name}__{args.seed}__{time.time():.6f}"
+    folder = checkpoint["file"].parent if checkpoint else Path(f"runs/{name}")
+    if args.env_id in envpool.list_all_envs() and args.env_id not in gym.registry:
+        gym.register(args.env_id, vector_entry_point=Pool, kwargs={"task": args.env_id})
+    envs = make_envs(args, args.num_envs)
+    obs_dim, action_space = envs.single_observation_space.shape[0], envs.single_action_space
+    if not (isinstance(action_space, gym.spaces.Box) and action_space.is_bounded()):
+        sys.exit(f"--env-id takes bounded vectors as actions, not {action_space}")
+    action_dim = action_space.shape[0]
 
-    name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
-    folder = checkpoint["file"].parent if args.resume else Path("runs", name)
-    videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
-    sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
-    seed, *env_seeds = sequence.generate_state(1 + args.num_envs).tolist()
-    envs = make_envs(args, env_seeds, videos)
-    obs_dim, action_dim = envs.observation_space.shape[-1], envs.action_space.shape[-1]
-
-    folder.mkdir(parents=True, exist_ok=bool(args.resume or videos))  # a refused run leaves none
-    try:
-        lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
-    except Timeout:
-        refuse(f"--resume: a run is at work in {folder}")
-
-    parts = envs.unwrapped.observation_space  # of EnvPool
-    keys = {*(args.obs_keys or parts)} if isinstance(parts, gym.spaces.Dict) else {}
     # Only the critics see a privileged state, which comes before `state`, if it is not all that there is.
-    asymmetric = keys == {"privileged_state", "state"}
-    actor_dim = parts["state"].shape[0] if asymmetric else obs_dim
+    parts = getattr(envs, "parts", {})
+    actor_dim = parts["state"].shape[0] if {*parts} == {"privileged_state", "state"} else obs_dim
     actor = Actor(actor_dim, action_dim, device, args.actor_hidden_dim)
     sizes = (obs_dim, action_dim, device, args.critic_hidden_dim, args.num_atoms)
     qf1, qf2 = QNetwork(*sizes), QNetwork(*sizes)
@@ -560,10 +362,12 @@ if __name__ == "__main__":
 
     # A row of the replay buffer is a whole transition, which one copy stores.
     columns = [obs_dim, action_dim, 1, 1, 1, obs_dim]  # obs, action, reward, terminated, over, next obs
-    capacity = 0 if args.evaluate else args.buffer_size // args.num_envs * args.num_envs
+    capacity = args.buffer_size // args.num_envs * args.num_envs
     buffer = torch.zeros(capacity, sum(columns), device=device)
     size = min(global_step, capacity)  # rows in use
     losses: dict[str, Tensor] = {}  # the latest, for the log
+    stopping: list[int] = []  # signals received
+    told: list[int] = []  # when it was said that --v-min and --v-max are too narrow
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def act(obs: Tensor) -> Tensor:
@@ -573,11 +377,19 @@ if __name__ == "__main__":
             mean = actor(obs_normalizer(obs)[:, -actor_dim:])
             return (mean + deviations * torch.randn_like(mean)).clamp(-1, 1)
 
-    def best_action(obs: np.ndarray) -> np.ndarray:
-        """The policy's action, (action_dim,), at one observation, (obs_dim,)."""
+    def best_actions(obs: np.ndarray) -> np.ndarray:
+        """The policy's actions, as environments take them, (n, action_dim), at obs (n, obs_dim)."""
         with torch.no_grad():
-            obs = torch.as_tensor(obs, dtype=torch.float32, device=device)[None]
-            return actor(obs_normalizer(obs)[:, -actor_dim:])[0].cpu().numpy()
+            rows = obs_normalizer(torch.as_tensor(obs, dtype=torch.float32, device=device))
+            return in_bounds(actor(rows[:, -actor_dim:]).cpu().numpy(), action_space)
+
+    def store(*transitions: np.ndarray) -> None:
+        """Write a step of all environments into the replay buffer, over the oldest rows if it is full."""
+        rows = np.concatenate(transitions, axis=1, dtype=np.float32)
+        if not np.isfinite(rows).all():
+            sys.exit(f"{Path(__file__).name}: error: a row is not finite at step {global_step}")
+        position = (global_step - args.num_envs) % capacity
+        buffer[position : position + args.num_envs].copy_(torch.from_numpy(rows), non_blocking=True)
 
     def sample() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """A batch: observations, actions, n-step returns, discounts of the next values, next observations."""
@@ -596,10 +408,13 @@ if __name__ == "__main__":
             obs, actions, returns, discounts, next_obs = sample()
             noise = (args.policy_noise * torch.randn_like(actions)).clamp(-args.noise_clip, args.noise_clip)
             next_actions = (actor(next_obs[:, -actor_dim:]) + noise).clamp(-1, 1)
-            atoms = (returns + discounts * support).clamp(args.v_min, args.v_max)
+            unbounded = returns + discounts * support
+            atoms = unbounded.clamp(args.v_min, args.v_max)
             probs1, probs2 = (qf(next_obs, next_actions).softmax(1) for qf in (qf1_target, qf2_target))
             values1, values2 = ((probs * atoms).sum(1, keepdim=True) for probs in (probs1, probs2))
-            target_probs = project(torch.where(values1 < values2, probs1, probs2), atoms, support)
+            probs = torch.where(values1 < values2, probs1, probs2)
+            target_probs = project(probs, atoms, support)
+            clipped = (unbounded - atoms).abs() > 1e-6 * (args.v_max - args.v_min)  # by more than rounding
         qf1_logits, qf2_logits = qf1(obs, actions), qf2(obs, actions)
         qf1_loss, qf2_loss = (F.cross_entropy(x, target_probs) for x in (qf1_logits, qf2_logits))
         q_optimizer.zero_grad()
@@ -608,6 +423,7 @@ if __name__ == "__main__":
         qf1_values, qf2_values = ((logits.softmax(1) * support).sum(1) for logits in (qf1_logits, qf2_logits))
         record(qf1_values=qf1_values.mean(), qf2_values=qf2_values.mean())
         record(qf1_loss=qf1_loss, qf2_loss=qf2_loss, qf_loss=(qf1_loss + qf2_loss) / 2)
+        record(clipped_mass=(probs * clipped).sum(1).mean())
         return obs
 
     def update_actor(obs: Tensor) -> None:
@@ -644,42 +460,53 @@ if __name__ == "__main__":
             writer.add_scalar(f"losses/{name}", loss, global_step)
             if not math.isfinite(loss):
                 sys.exit(f"{Path(__file__).name}: error: {name} is {loss} at step {global_step}")
+            if name == "clipped_mass" and loss > 0.1 and not told:
+                told.append(global_step)
+                print(f"--v-min and --v-max cut off {loss:.0%} of the target probabilities", file=sys.stderr)
+
+    def due(every: int | None) -> bool:
+        """Whether something is to be done now that is done every so many agent steps, and at the end."""
+        return every is not None and (last or global_step % every < args.num_envs)
+
+    def stop(number: int, _) -> None:
+        """Have Ctrl+C and what Slurm sends end the run after its step; the same again ends it at once."""
+        stopping.append(number)
+        signal.signal(number, signal.SIG_DFL)
 
     # ---- Training ------------------------------------------------------------------------------------------
-    if args.evaluate or args.resume:
-        evaluated = {"actor": actor, "obs_normalizer": obs_normalizer}
-        load_states(evaluated if args.evaluate else state, checkpoint)
+    if args.evaluate:
+        actor.load_state_dict(checkpoint["actor"])
+        obs_normalizer.load_state_dict(checkpoint["obs_normalizer"])
+        eval_returns = evaluate(args, actor, best_actions, stopping, folder / f"videos/{time.time():.0f}")
+        print(json.dumps(asdict(args) | {"eval_returns": eval_returns}))
+        sys.exit()
     if args.resume:
+        for name, item in state.items():
+            item.load_state_dict(checkpoint[name])
         buffer[:size] = checkpoint.pop("buffer")
         newest = (global_step - 1 - torch.arange(args.num_envs, device=device)) % capacity
         buffer[newest, -obs_dim - 1] = 1  # over: what follows is another episode
 
-    torch.manual_seed(seed)
-    deviations.uniform_(args.std_min, args.std_max)
-    obs = envs.reset(seed=env_seeds)[0].astype(np.float32)
-
-    last = bool(args.evaluate) or global_step >= args.total_timesteps
     if args.track:
         import wandb
 
-        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
-        run |= {"id": folder.name[-64:], "name": folder.name, "resume": "allow", "save_code": True}
-        wandb.init(**run, sync_tensorboard=True)
-    purge_step = global_step + 1 if args.resume and not last else None  # entries of steps done again go
-    writer = SummaryWriter(str(folder), purge_step=purge_step)
-    table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
-    writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
+        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": folder.name[-64:]}
+        wandb.init(**run, config=asdict(args), resume="allow", save_code=True, sync_tensorboard=True)
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    writer = SummaryWriter(str(folder), purge_step=global_step + 1 if args.resume else None)
+    writer.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=2)}\n```")
 
-    if args.resume and not last:
-        take_up(args, checkpoint, progress)
-    bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
-    stopping = stop_on_signals()
-    first_update, saved_step = updates, global_step
+    sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
+    seed, *env_seeds = (sequence.generate_state(1 + args.num_envs) >> 1).tolist()
+    torch.manual_seed(seed)
+    deviations.uniform_(args.std_min, args.std_max)
+    obs = envs.reset(seed=env_seeds)[0].astype(np.float32)
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
-    eval_every, checkpoint_every = args.eval_every or math.inf, args.checkpoint_every or math.inf  # never
+    first_update, eval_returns, last = updates, [], global_step >= args.total_timesteps
     startup_seconds = time.perf_counter() - START_TIME
     sps, sps_step, sps_time = None, global_step, time.perf_counter()
-    with closing(envs), writer, bar:
+    with closing(envs), writer, tqdm(total=args.total_timesteps, initial=global_step) as bar:
         while not last:
             if updates == first_update:
                 sps_step, sps_time = global_step, time.perf_counter()  # from the first step that learns
@@ -689,78 +516,58 @@ if __name__ == "__main__":
                 update(updates % args.policy_frequency == 0)  # a GPU still works while the environments step
                 updates += 1
 
-            next_obs, rewards, terminated, truncated, infos = envs.step(actions)
-            position, global_step = global_step % capacity, global_step + args.num_envs
+            next_obs, rewards, terminated, truncated, infos = envs.step(in_bounds(actions, action_space))
             final_obs, over = next_obs.copy(), terminated | truncated
+            global_step += args.num_envs
             episode_return += rewards
             episode_length += 1
             for index in np.flatnonzero(over):
-                final_obs[index], info = infos[index]["final_obs"], infos[index]["final_info"]
+                final_obs[index] = infos["final_obs"][index]
                 returns.append(episode_return[index].item())
                 writer.add_scalar("charts/episodic_return", returns[-1], global_step)
                 writer.add_scalar("charts/episodic_length", episode_length[index], global_step)
                 episode_return[index] = episode_length[index] = 0
                 deviations[index].uniform_(args.std_min, args.std_max)
-                if "is_success" in info:
-                    successes.append(float(np.all(info["is_success"])))
-                    writer.add_scalar("charts/success_rate", np.mean(successes[-100:]), global_step)
 
-            outcomes = np.stack([rewards, terminated, over], axis=1)
-            transitions = [obs, actions, outcomes, final_obs]
-            rows = np.concatenate(transitions, axis=1, dtype=np.float32)
-            if not np.isfinite(rows).all():
-                sys.exit(f"{Path(__file__).name}: error: a row is not finite at step {global_step}")
-            buffer[position : position + args.num_envs].copy_(torch.from_numpy(rows), non_blocking=True)
+            store(obs, actions, np.stack([rewards, terminated, over], axis=1), final_obs)
             size = min(global_step, capacity)
             obs = next_obs.astype(np.float32)
 
             last = bool(stopping) or global_step >= args.total_timesteps
-            if last or global_step % args.log_every < args.num_envs:
+            if due(args.log_every):
                 if updates >= first_update + args.policy_frequency:  # all losses are known
                     log_losses()
                 sps = (global_step - sps_step) / (time.perf_counter() - sps_time)
                 writer.add_scalar("charts/SPS", sps, global_step)
-                bar.postfix = f"SPS {sps:.0f}, return {np.mean(returns[-10:]) if returns else math.nan:.1f}"
+                bar.set_postfix_str(f"SPS {sps:.0f}, return {np.mean(returns[-10:] or math.nan):.1f}")
                 bar.update(global_step - bar.n)
-                progress |= {"global_step": global_step, "updates": updates}
-                if global_step // eval_every > progress["last_eval"] // eval_every:
-                    pause = time.perf_counter()
-                    scores, _ = evaluate(args, make_env(args), actor, best_action, stopping)
-                    if not stopping:
-                        progress["last_eval"], mean = global_step, float(np.mean(scores))
-                        writer.add_scalar("charts/eval_return", mean, global_step)
-                        if progress["best_eval"] < mean < math.inf:
-                            progress["best_eval"] = mean
-                            save_checkpoint(args, writer, "best.pt", state, progress)
-                    sps_time += time.perf_counter() - pause
-                at_the_end = last and (args.save_model or args.checkpoint_every)
-                if at_the_end or global_step - saved_step >= checkpoint_every:
-                    rows = buffer[:global_step].to("cpu", copy=True)  # a view is saved with all its memory
-                    save_checkpoint(args, writer, f"{global_step}.pt", state, progress, buffer=rows)
-                    saved_step = global_step
+            if due(args.eval_every):
+                pause = time.perf_counter()
+                eval_returns = evaluate(args, actor, best_actions, stopping, folder / f"videos/{global_step}")
+                if eval_returns:  # none if a signal came
+                    score = float(np.mean(eval_returns))
+                    writer.add_scalar("charts/eval_return", score, global_step)
+                    if best_eval is None or score > best_eval:
+                        best_eval = score
+                        save_checkpoint(folder / "best.pt", args, state)
+                sps_time += time.perf_counter() - pause
+            if due(args.checkpoint_every):
+                writer.flush()  # so that the curves of a run that is killed have no gap
+                rows = buffer[:size].to("cpu", copy=True)  # a view would be saved with all of its memory
+                progress = [global_step, updates, returns, best_eval]
+                save_checkpoint(folder / "checkpoint.pt", args, state, progress=progress, buffer=rows)
 
     # ---- End -----------------------------------------------------------------------------------------------
-    if not (updates or args.evaluate or stopping):
-        print("no gradient step was made", file=sys.stderr)
-    eval_returns, eval_infos = [], []
-    if args.evaluate or (args.eval_episodes and not stopping):
-        env = make_env(args, folder / "evaluation" / "videos" if args.capture_video else None)
-        eval_returns, eval_infos = evaluate(args, env, actor, best_action, stopping)
     if args.track:
         for video in sorted(folder.rglob("*.mp4")):
-            wandb.log({str(video.relative_to(folder).with_suffix("")): wandb.Video(str(video))})
+            wandb.log({str(video.relative_to(folder)): wandb.Video(str(video))})
         wandb.finish()  # whose last words come before the summary
-    summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
-    summary |= {"device": device.type, "compile": False, "cudagraphs": False}
-    best = progress["best_eval"] if math.isfinite(progress["best_eval"]) else None
-    summary |= {"eval_returns": eval_returns, "best_eval_return": best}
-    eval_successes = [float(np.all(info["is_success"])) for info in eval_infos if "is_success" in info]
-    for name, rates in {"success_rate": successes[-100:], "eval_success_rate": eval_successes}.items():
-        summary[name] = float(np.mean(rates)) if rates else None
-    summary |= {"folder": str(folder), "updates": updates, "episodes": len(returns)}
+    summary = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False, **asdict(args)}
+    summary |= {"device": device.type, "folder": str(folder), "best_eval_return": best_eval}
+    summary |= {"total_timesteps": global_step, "updates": updates, "sps": sps, "episodes": len(returns)}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}
-    print(json.dumps(summary))
+    print(json.dumps(summary | {"eval_returns": eval_returns}))
     if stopping:
         sys.exit(128 + stopping[0])
