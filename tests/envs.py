@@ -316,6 +316,14 @@ class Careless(gym.Env):
         return self.state, 1.0, False, bool(self.state[1] == 3), {}
 
 
+class Goal(Careless):
+    """Tells in its infos whether the episode reaches its goal, as every second one does."""
+
+    def step(self, action):
+        obs, *rest, _ = super().step(action)
+        return obs, *rest, {"is_success": obs[0] % 2 == 1}
+
+
 class Faulty(Careless):
     """The second that is made may have a `fault` in its sixth step, with which its second episode ends."""
 
@@ -439,7 +447,7 @@ def register(kind: type[gym.Env], name: str = "", **options) -> None:
         gym.register(f"{name or kind.__name__}{suffix}-v0", entry_point=plain(either), kwargs=options)
 
 
-KINDS = (Scripted, Balance, Careless, Faulty, Bytes, Interrupted, Integers, Parts, Lists, Cue, Talkative)
+KINDS = (Scripted, Balance, Careless, Goal, Faulty, Bytes, Interrupted, Integers, Parts, Lists, Cue, Talkative)
 for kind in KINDS:
     register(kind)
 for suffix, options in {"": {}, "Choices": {"choices": 3}, "Next": {"mode": AutoresetMode.NEXT_STEP}}.items():

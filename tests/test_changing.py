@@ -22,9 +22,9 @@ EXAMPLES = {
 }
 
 
-def example(title: str, name: str) -> AbstractContextManager:
-    """Have `run` take a script with the change of an example."""
-    section = next(text for text in SECTIONS if text.startswith(title))
+def example(title: str, name: str, old: str = "", new: str = "") -> AbstractContextManager:
+    """Have `run` take a script with the change of an example, in which a text is replaced."""
+    section = next(text for text in SECTIONS if text.startswith(title)).replace(old, new)
     passages = []  # before and after
     for block in re.findall(r"```diff\n(.*?)```", section, flags=re.DOTALL):
         for hunk in block.split("\n\n"):
@@ -92,9 +92,26 @@ def test_a_window_ends_with_its_episode_at_the_newest_row_and_where_a_run_was_re
                 assert np.isclose(result["losses"]["qf1_loss"].item(), expected**2, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("twin", ["", "_torchcompile"])
+def test_successes_are_logged(twin):
+    name = f"td3_continuous_action{twin}"
+    with example("A metric", name):
+        result = run(name, "--env-id", "envs:Goal-v0", "--batch-size", 32, "--total-timesteps", 36)
+    # Every second episode of three steps reaches its goal.
+    expected = [(3 * count, pytest.approx(count // 2 / count)) for count in range(1, 13)]
+    assert result["logged"]["charts/success_rate"] == expected
+
+
+def test_an_agent_sees_some_parts_of_an_observation():
+    keys = ('["observation", "desired_goal"]', '["seen"]')
+    with example("Parts of", "dqn", *keys):
+        result = run("dqn", "--env-id", "envs:PartsChoices-v0", "--total-timesteps", 40)
+    assert result["envs"].single_observation_space.shape == (4,)
+
+
 def test_masked_actions_are_never_taken():
     """By an environment that does not take them, in training and evaluation; entropy stays a number."""
-    args = ("--env-id", "envs:Masked-v0", "--num-steps", 64, "--total-timesteps", 512, "--eval-episodes", 2)
+    args = ("--env-id", "envs:Masked-v0", "--num-steps", 64, "--total-timesteps", 512, "--eval-every", 512, "--eval-episodes", 2)
     results = []
     for name, *flags in (("ppo",), ("ppo_torchcompile", "--compile")):
         torch._dynamo.reset()
@@ -102,5 +119,5 @@ def test_masked_actions_are_never_taken():
             results.append(run(name, *args, *flags))
         entropy = results[-1]["losses"]["entropy"].item()
         assert 0.3 < entropy < np.log(2) + 1e-3  # of two actions
-        assert len(results[-1]["summary"]["eval_returns"]) == 2
+        assert len(results[-1]["logged"]["charts/eval_return"]) == 1
     assert_same_numbers(*results, atol=3e-4)
