@@ -234,8 +234,6 @@ if __name__ == "__main__":
     capacity = args.buffer_size // args.num_envs * args.num_envs
     buffer = torch.from_numpy(np.zeros((capacity, sum(columns)), obs_dtype)).to(device)
     size = min(global_step, capacity)  # rows in use
-    exploration_steps = args.exploration_fraction * args.total_timesteps
-    schedule = partial(linear_schedule, args.start_e, args.end_e, exploration_steps)
     losses: dict[str, Tensor] = {}  # the latest, for the log
     stopping: list[int] = []  # signals received
 
@@ -247,6 +245,11 @@ if __name__ == "__main__":
             best = values.argmax(dim=1)
             explores = torch.rand_like(values[:, 0]) < epsilon
             return torch.where(explores, torch.randint_like(best, num_actions), best)
+
+    def schedule(step: int) -> float:
+        """Epsilon at an agent step."""
+        exploration_steps = args.exploration_fraction * args.total_timesteps
+        return linear_schedule(args.start_e, args.end_e, exploration_steps, step)
 
     def best_actions(obs: np.ndarray) -> np.ndarray:
         """The actions of the highest values, as environments take them, (n,), at obs (n, obs_dim)."""

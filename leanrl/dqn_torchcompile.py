@@ -347,8 +347,6 @@ if __name__ == "__main__":
     # [fast: numbers as tensors] Rows in use, at least one for the warm-up.
     size = torch.tensor(min(max(global_step, 1), capacity), device=device)
     epsilon = torch.zeros((), device=device)
-    exploration_steps = args.exploration_fraction * args.total_timesteps
-    schedule = partial(linear_schedule, args.start_e, args.end_e, exploration_steps)
     # [fast: losses in place]
     losses = {name: torch.zeros((), device=device) for name in ("q_values", "td_loss")}
     stopping: list[int] = []  # signals received
@@ -361,6 +359,11 @@ if __name__ == "__main__":
             best = values.argmax(dim=1)
             explores = torch.rand_like(values[:, 0]) < epsilon
             return torch.where(explores, torch.randint_like(best, num_actions), best)
+
+    def schedule(step: int) -> float:
+        """Epsilon at an agent step."""
+        exploration_steps = args.exploration_fraction * args.total_timesteps
+        return linear_schedule(args.start_e, args.end_e, exploration_steps, step)
 
     def best_actions(obs: np.ndarray) -> np.ndarray:
         """The actions of the highest values, as environments take them, (n,), at obs (n, obs_dim)."""

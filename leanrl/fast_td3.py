@@ -113,78 +113,6 @@ FIXED = ("env_id", "num_envs", "buffer_size", "critic_learning_rate", "actor_lea
 FIXED += ("critic_hidden_dim", "actor_hidden_dim", "num_atoms", "v_min", "v_max")  # as --resume finds them
 
 
-# ---- Environment -------------------------------------------------------------------------------------------
-def make_env(args: Args, videos: Path | None) -> gym.Env:
-    """Build an environment whose observations are vectors; its first episode is filmed into `videos`."""
-    env = gym.make(args.env_id, render_mode="rgb_array" if videos else None, **args.env_kwargs)
-    if videos:
-        env = gym.wrappers.RecordVideo(env, str(videos), lambda episode: episode == 0, disable_logger=True)
-    return gym.wrappers.FlattenObservation(env)
-
-
-def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEnv:
-    """Build environments; the step that ends an episode also resets its environment (SAME_STEP)."""
-    module, _, env_id = args.env_id.rpartition(":")
-    if module:  # beside the script, in the current folder or installed
-        sys.path.append(str(Path.cwd()))
-        importlib.import_module(module)
-    if gym.spec(env_id).entry_point is None:  # it makes many at once, as pool.py's do
-        envs = gym.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point", **args.env_kwargs)
-    else:
-        env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(num_envs)]
-        envs = Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
-    mode = envs.metadata["autoreset_mode"]
-    if mode != AutoresetMode.SAME_STEP:
-        sys.exit(f"--env-id takes environments with SAME_STEP autoreset, not {mode}")
-    return envs
-
-
-class Envs(SyncVectorEnv):
-    """Environments stepped in turn. Of infos they give `final_obs` alone: to merge all takes 10 of 74 us."""
-
-    def _add_info(self, infos: dict, info: dict, index: int) -> dict:
-        if "final_obs" in info:
-            infos.setdefault("final_obs", {})[index] = info["final_obs"]
-        return infos
-
-
-class Pool(VectorEnv):
-    """EnvPool's environments, with vectors as observations: of named parts in the order of their names."""
-
-    def __init__(self, task: str, num_envs: int, keys=(), **options):
-        self.make = partial(envpool.make_gymnasium, task, num_envs=num_envs, **options)
-        self.metadata, self.num_envs = {"autoreset_mode": AutoresetMode.SAME_STEP}, num_envs
-        self.parts, spec = {}, envpool.make_spec(task, **options)
-        space, self.single_action_space = spec.gymnasium_observation_space, spec.gymnasium_action_space
-        if isinstance(space, gym.spaces.Dict):
-            self.parts = {key: space[key] for key in sorted(keys or space)}
-            space = gym.spaces.Dict(self.parts)
-        self.single_observation_space = gym.spaces.flatten_space(space)
-
-    def vectors(self, obs: np.ndarray | dict[str, np.ndarray]) -> np.ndarray:
-        """Observations of n environments as (n, obs_dim), in memory of their own."""
-        parts = [obs[key] for key in self.parts] or [obs]
-        return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
-
-    def reset(self, *, seed: list[int], options=None) -> tuple:
-        self.pool = self.make(seed=seed)  # EnvPool takes seeds only here
-        return self.vectors(self.pool.reset()[0]), {}
-
-    def step(self, actions: np.ndarray) -> tuple:
-        obs, rewards, terminated, truncated, _ = self.pool.step(actions)
-        final_obs, over = self.vectors(obs), np.flatnonzero(terminated | truncated)
-        obs = final_obs.copy()
-        if len(over):
-            obs[over] = self.vectors(self.pool.reset(over)[0])
-        return obs, rewards, terminated, truncated, {"final_obs": final_obs}
-
-
-def in_bounds(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
-    """Actions in [-1, 1], (n, action_dim), scaled to the bounds of a space, by which rounding is cut."""
-    middle, half = (space.high + space.low) / 2, (space.high - space.low) / 2
-    return (middle + actions * half).clip(space.low, space.high)
-
-
 # ---- Networks ----------------------------------------------------------------------------------------------
 class QNetwork(nn.Module):
     """Distributions of returns: (batch, obs_dim) and (batch, action_dim) to logits (batch, num_atoms)."""
@@ -275,6 +203,78 @@ def project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
     upper_share, lower = index - lower, lower.long()
     projected = torch.zeros_like(probs).scatter_add(1, lower, probs * (1 - upper_share))
     return projected.scatter_add(1, lower + 1, probs * upper_share)
+
+
+# ---- Environment -------------------------------------------------------------------------------------------
+def make_env(args: Args, videos: Path | None) -> gym.Env:
+    """Build an environment whose observations are vectors; its first episode is filmed into `videos`."""
+    env = gym.make(args.env_id, render_mode="rgb_array" if videos else None, **args.env_kwargs)
+    if videos:
+        env = gym.wrappers.RecordVideo(env, str(videos), lambda episode: episode == 0, disable_logger=True)
+    return gym.wrappers.FlattenObservation(env)
+
+
+def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEnv:
+    """Build environments; the step that ends an episode also resets its environment (SAME_STEP)."""
+    module, _, env_id = args.env_id.rpartition(":")
+    if module:  # beside the script, in the current folder or installed
+        sys.path.append(str(Path.cwd()))
+        importlib.import_module(module)
+    if gym.spec(env_id).entry_point is None:  # it makes many at once, as pool.py's do
+        envs = gym.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point", **args.env_kwargs)
+    else:
+        env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(num_envs)]
+        envs = Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    mode = envs.metadata["autoreset_mode"]
+    if mode != AutoresetMode.SAME_STEP:
+        sys.exit(f"--env-id takes environments with SAME_STEP autoreset, not {mode}")
+    return envs
+
+
+class Envs(SyncVectorEnv):
+    """Environments stepped in turn. Of infos they give `final_obs` alone: to merge all takes 10 of 74 us."""
+
+    def _add_info(self, infos: dict, info: dict, index: int) -> dict:
+        if "final_obs" in info:
+            infos.setdefault("final_obs", {})[index] = info["final_obs"]
+        return infos
+
+
+class Pool(VectorEnv):
+    """EnvPool's environments, with vectors as observations: of named parts in the order of their names."""
+
+    def __init__(self, task: str, num_envs: int, keys=(), **options):
+        self.make = partial(envpool.make_gymnasium, task, num_envs=num_envs, **options)
+        self.metadata, self.num_envs = {"autoreset_mode": AutoresetMode.SAME_STEP}, num_envs
+        self.parts, spec = {}, envpool.make_spec(task, **options)
+        space, self.single_action_space = spec.gymnasium_observation_space, spec.gymnasium_action_space
+        if isinstance(space, gym.spaces.Dict):
+            self.parts = {key: space[key] for key in sorted(keys or space)}
+            space = gym.spaces.Dict(self.parts)
+        self.single_observation_space = gym.spaces.flatten_space(space)
+
+    def vectors(self, obs: np.ndarray | dict[str, np.ndarray]) -> np.ndarray:
+        """Observations of n environments as (n, obs_dim), in memory of their own."""
+        parts = [obs[key] for key in self.parts] or [obs]
+        return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
+
+    def reset(self, *, seed: list[int], options=None) -> tuple:
+        self.pool = self.make(seed=seed)  # EnvPool takes seeds only here
+        return self.vectors(self.pool.reset()[0]), {}
+
+    def step(self, actions: np.ndarray) -> tuple:
+        obs, rewards, terminated, truncated, _ = self.pool.step(actions)
+        final_obs, over = self.vectors(obs), np.flatnonzero(terminated | truncated)
+        obs = final_obs.copy()
+        if len(over):
+            obs[over] = self.vectors(self.pool.reset(over)[0])
+        return obs, rewards, terminated, truncated, {"final_obs": final_obs}
+
+
+def in_bounds(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
+    """Actions in [-1, 1], (n, action_dim), scaled to the bounds of a space, by which rounding is cut."""
+    middle, half = (space.high + space.low) / 2, (space.high - space.low) / 2
+    return (middle + actions * half).clip(space.low, space.high)
 
 
 # ---- Run ---------------------------------------------------------------------------------------------------
