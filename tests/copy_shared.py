@@ -4,7 +4,7 @@
 
 A function or class of one name has one text in all files, but for OWN, and a twin has the sections of its
 eager script: Environment and Run to the letter, Arguments with its own two flags, and Networks before all
-that it adds there.
+that it adds there, without functions that it does not call or has another of.
 """
 
 import ast
@@ -14,7 +14,10 @@ from functools import cache
 from pathlib import Path
 
 LEANRL = Path(__file__).parent.parent / "leanrl"
+FILES = [file for file in sorted(LEANRL.glob("*.py")) if "# ---- Algorithm" in file.read_text()]
 OWN = {"Args", "Agent", "Actor", "QNetwork"}  # what makes an algorithm; a twin has it from its eager script
+OF_TWINS = {"recurrence"}  # what eager scripts have in another form
+SUFFIXES = "_torchcompile", "_multigpu"
 FLAGS = r"    (?:compile|cudagraphs): .*\n"
 
 
@@ -32,6 +35,17 @@ def definitions(text: str) -> dict[str, str]:
     return {node.name: "".join(lines[first[node.name] : node.end_lineno]) for node in found}
 
 
+def networks(eager: str, old: str, text: str) -> str:
+    """The section Networks of a twin, made of the eager script's and of what its old one adds."""
+    own = re.search(r"(?ms)^# \[fast: .*|\Z", old)[0]
+    for name, definition in reversed(definitions(eager).items()):
+        without = eager.replace(f"{definition}\n\n", "")
+        called = re.search(rf"\b{name}\b", text.replace(old, without + own))
+        if definition.startswith("def ") and (not called or name in definitions(own)):
+            eager = without
+    return eager + own
+
+
 def shared(file: Path, other: Path) -> str:
     """The text of another script, with what it shares with `file` as it stands there."""
     source, text = file.read_text(), other.read_text()
@@ -42,17 +56,18 @@ def shared(file: Path, other: Path) -> str:
             if name == "Arguments":
                 new = new.replace("\n    env_id:", f"{flags}\n    env_id:", 1)
             if name == "Networks":
-                new += re.search(r"(?ms)^# \[fast: .*|\Z", old)[0]
+                new = networks(new, old, text)
             text = text.replace(old, new)
+    same_kind = file.stem.endswith(SUFFIXES) == other.stem.endswith(SUFFIXES)
     both = definitions(source).keys() & definitions(text).keys() - OWN
-    for name in both:
+    for name in both if same_kind else both - OF_TWINS:
         text = text.replace(definitions(text)[name], definitions(source)[name])
     return text
 
 
 if __name__ == "__main__":
     file = Path(sys.argv[1]).resolve()
-    for other in sorted(LEANRL.glob("*.py")):
+    for other in FILES:
         if (text := shared(file, other)) != other.read_text():
             other.write_text(text)
             print(other.name)

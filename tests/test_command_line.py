@@ -50,7 +50,6 @@ UNFIT = [
     ("envs:Integers-v0", "vectors of floats", [name for name in CONTINUOUS if name not in OFF_POLICY]),
     ("Pendulum-v1", "iscrete actions", [name for name in SCRIPTS if name in conftest.DISCRETE]),
     ("envs:Codes-v0", "Discrete actions", ["pqn", "dqn"]),
-    ("CartPole-v1", "Atari game", ATARI[::2]),
 ]
 
 

@@ -20,7 +20,6 @@ from conftest import (
     assert_same_numbers,
     changed,
     draws_of_a_twin,
-    load,
     play,
     run,
 )
@@ -76,9 +75,9 @@ def test_twin_computes_what_the_eager_script_does_and_goes_on(script, flags, tmp
     # script sets the option for the whole process, so it is put back.
     drawn = ('fallback_random = device.type == "cpu"', "fallback_random = True")
     with torch._inductor.config.patch(fallback_random=True), changed(f"{script}_torchcompile", *drawn):
-        twin = train(f"{script}_torchcompile", *args, *flags, "--save-model", **options)
+        twin = train(f"{script}_torchcompile", *args, *flags, *conftest.SAVED, **options)
         if flags == BOTH:
-            more = ("--resume", twin["folder"], "--total-timesteps", 2 * args[-1])
+            more = (*args, "--resume", twin["folder"], "--total-timesteps", 2 * args[-1])
             assert train(f"{script}_torchcompile", *more, **options)["updates"] > twin["updates"]
     assert twin["device"].type == "cuda"
     assert twin["summary"]["cudagraphs"] == ("--cudagraphs" in flags)
@@ -94,8 +93,9 @@ def test_compiled_random_numbers_are_captured(script):
     args += ("--start-e", 0.4, "--end-e", 0.4) if script in DQN else ()  # 0 at capture
     eager = train(script, *args, cuda=True)
     twin = train(f"{script}_torchcompile", *args, *BOTH, cuda=True)
-    networks = {key: item.state_dict() for key, item in eager["state"].items() if "optimizer" not in key}
-    load(script)["load_states"]({key: twin["state"][key] for key in networks}, networks)
+    for key, item in eager["state"].items():
+        if "optimizer" not in key:
+            twin["state"][key].load_state_dict(item.state_dict())
     for result in (eager, twin):
         # Else the noise is the host's, or there is none.
         if script not in ON_POLICY or (script in ATARI and script not in Q_LEARNING):
@@ -108,12 +108,12 @@ def test_compiled_random_numbers_are_captured(script):
             draws = torch.stack([result["act"](obs, *keep).clone() for _ in range(1000)]).double()
             moments.append((draws.mean(dim=0), draws.std(dim=0)))
         if script not in ON_POLICY:
-            states = {key: item.state_dict() for key, item in result["state"].items()}
-            before, values = copy.deepcopy(states), []
+            before, values = copy.deepcopy({k: item.state_dict() for k, item in result["state"].items()}), []
             for _ in range(2):  # gradient steps from the same parameters, on other batches
                 result["update"](*gradient_steps(result)[0])
                 values.append(result["losses"]["q_values" if script in DQN else "qf1_values"].clone())
-                load(script)["load_states"](result["state"], before)
+                for key, item in result["state"].items():
+                    item.load_state_dict(before[key])
             assert not torch.equal(*values)
         assert_no_wait(result)
     for mean, std in moments:

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from conftest import (
     LEANRL,
+    SAVED,
     TESTS,
     assert_same_numbers,
-    checkpoints,
+    checkpoint,
     curves,
     environment,
+    evaluation,
     play,
     scripted_world,
 )
@@ -123,28 +125,27 @@ def test_ranks_stay_equal_and_do_what_one_process_with_all_environments_does(tmp
 
 # ---- One run -----------------------------------------------------------------------------------------------
 def test_a_signal_to_one_rank_ends_all_with_a_checkpoint_from_which_as_many_go_on(tmp_path, refusal):
-    options = ("--checkpoint-every", 10**6, "--eval-episodes", 10**6)
+    options = (*SAVED, "--eval-every", 10**6)
     with launch(tmp_path, "--total-timesteps", 10**6, *options) as process:
         [run] = wait_for(tmp_path, lambda run: len(curves(run).get("charts/SPS", [])) >= 3)
         rank_of(process, 1).send_signal(signal.SIGTERM)
         printed, told = process.communicate(timeout=60)
     assert process.returncode != 0 and 'Traceback (most recent call last):\n  File "leanrl' not in told
-    summary, [path] = json.loads(printed), checkpoints(tmp_path)
-    assert summary["total_timesteps"] == int(path.stem) > 0 and summary["eval_returns"] == []
+    summary, file = json.loads(printed), checkpoint(tmp_path)
+    step = torch.load(file)["progress"][0]
+    assert summary["total_timesteps"] == step > 0 and summary["eval_returns"] == []
     logged = curves(run)
-    assert logged["charts/SPS"][-1][0] == int(path.stem)
+    assert logged["charts/SPS"][-1][0] == step
     lengths = sum(length for _, length in logged["charts/episodic_length"])
-    assert int(path.stem) - 6 * RANKS < lengths <= int(path.stem)  # the last games have not ended
+    assert step - 6 * RANKS < lengths <= step  # the last games have not ended
 
-    more = int(path.stem) + 160
-    told = f"--resume takes as many ranks as before, {RANKS}, got 1"
-    assert refusal(NAME, play, "--resume", path).startswith(told)
-    with launch(tmp_path, "--resume", path, "--total-timesteps", more, "--eval-episodes", 1) as process:
+    more, told = step + 160, f"--resume takes as many ranks as before, {RANKS}, not 1"
+    assert refusal(NAME, play, "--resume", run) == told
+    with launch(tmp_path, "--resume", run, "--total-timesteps", more, "--eval-episodes", 1) as process:
         summary, _ = end(process)
     assert more - 40 < summary["total_timesteps"] <= more and len(summary["eval_returns"]) == 1
     assert [*tmp_path.glob("runs/*")] == [run]
-    evaluated = play(TWIN, "--evaluate", checkpoints(tmp_path)[-1], "--eval-episodes", 2)
-    assert evaluated["updates"] == 0
+    assert len(evaluation(TWIN, file, "--eval-episodes", 2)["eval_returns"]) == 2
 
 
 def wait_for(directory: Path, condition: Callable[[Path], bool]) -> list[Path]:
@@ -155,7 +156,7 @@ def wait_for(directory: Path, condition: Callable[[Path], bool]) -> list[Path]:
 
 def test_when_a_rank_is_killed_all_end(tmp_path):
     with launch(tmp_path, "--total-timesteps", 10**6, "--checkpoint-every", 16) as process:
-        wait_for(tmp_path, lambda run: bool(checkpoints(tmp_path)))
+        wait_for(tmp_path, lambda run: (run / "checkpoint.pt").exists())
         ranks = [rank_of(process, rank) for rank in range(RANKS)]
         ranks[1].kill()
         process.communicate(timeout=60)

@@ -17,7 +17,6 @@ from conftest import (
     ON_POLICY,
     PPO,
     PQN,
-    SHORT,
     changed,
     gradient_steps,
     instances,
@@ -543,27 +542,24 @@ def test_learning_from_a_rollout_ends_after_the_epoch_whose_kl_passes_the_target
 # ---- Breakout ----------------------------------------------------------------------------------------------
 def test_breakout_has_steps_and_ends_as_the_scripted_games():
     script, draw = load("ppo_atari_envpool"), np.random.default_rng(0).integers
-    games = script["make_envs"](script["Args"](env_id="Breakout-v5", num_envs=8), 0)
+    games = script["make_games"](script["Args"](env_id="Breakout-v5"), [*range(8)])
     games.reset()
     whole, lost, ended = 0, 0, np.zeros(8, bool)
     for _ in range(400):
         _, rewards, terminated, truncated, info = games.step(draw(4, size=8).astype(np.int32))
         assert not info["reward"][ended].any()  # a step that only goes on
         assert np.array_equal(rewards, np.sign(info["reward"]))
-        over, ended = info["_episode"], terminated | truncated
+        over, ended = info["over"], terminated | truncated
         assert np.all(ended[over])
         whole, lost = whole + np.count_nonzero(over), lost + np.count_nonzero(ended & ~over)
     assert lost > whole > 5
 
 
 @pytest.mark.parametrize("name", ATARI[::2])  # a twin's Environment is the same text
-def test_games_take_arguments_of_their_own(name, refusal):
-    """Sticky actions, for instance; but not what the script sets, and the network needs."""
+def test_games_take_arguments_of_their_own(name):
+    """Sticky actions, for instance."""
     script = load(name)
     kwargs = {"full_action_space": True, "repeat_action_probability": 0.25}
-    games = script["make_envs"](script["Args"](env_kwargs=kwargs), 0)
+    games = script["make_games"](script["Args"](env_kwargs=kwargs), [0])
     assert games.env.action_space.n == 18
     assert games.env.config["repeat_action_probability"] == 0.25
-    for refused in ("gravitas", "stack_num", "img_height", "gray_scale", "reward_clip", "batch_size"):
-        line = refusal(name, run, *SHORT[name], "--env-kwargs", f'{{"{refused}": 1}}')
-        assert line.startswith("--env-kwargs: ") and f"'{refused}'" in line

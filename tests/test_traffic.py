@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from conftest import ACTOR_CRITIC, DQN, OFF_POLICY, ROOT, SCRIPTS, TWINS, play
+from conftest import ACTOR_CRITIC, DQN, OFF_POLICY, ROOT, SAVED, SCRIPTS, TWINS, checkpoint, play
 from traffic import TrafficError, counted_traffic
 
 # A gradient step after each of 22 steps, without a log entry; or four rollouts of eight, with four of them.
@@ -29,8 +29,9 @@ def row(command: str) -> str:
         num_envs = int(options[-1]) if options else 2
         args = (*ROLLOUTS, "--num-envs", num_envs, "--total-timesteps", 32 * num_envs)
     with counted_traffic() as traffic, TemporaryDirectory() as directory:
-        run = play(name, *args, "--save-model", "--eval-episodes", 1, cuda=True, directory=Path(directory))
-        assert [*Path(directory).glob(f"runs/*/{run['global_step']}.pt")]
+        args += (*SAVED, "--eval-every", 10**6, "--eval-episodes", 1)
+        run = play(name, *args, cuda=True, directory=Path(directory))
+        assert checkpoint(Path(directory))
     assert run["updates"] >= 16
     counted = [after - before for before, after in pairwise(traffic.steps)]
     counted = counted[STEADY["off-policy" if off_policy else "on-policy"]]
