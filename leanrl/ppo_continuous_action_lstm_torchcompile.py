@@ -1,11 +1,10 @@
-# LeanRL 0.2.0
+# LeanRL 0.3.0
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
 #     "tensordict>=0.15.3,<0.16",
 #     "torch>=2.11,<2.16", "gymnasium[mujoco]>=1.4,<1.5", "mujoco>=3.6,<4", "numpy>=2,<3", "tyro>=1,<2",
-#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3", "filelock>=3.16",
-#     "envpool>=1.2.5,<2",
+#     "pydantic>=2,<3", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.19", "moviepy>=2,<3",
 # ]
 # ///
 """PPO with an LSTM for continuous actions: the twin that compiles and captures.
@@ -38,31 +37,29 @@ import time
 
 START_TIME = time.perf_counter()  # the imports below are part of the start-up
 
+import copy
+import importlib
 import json
 import math
-import os
-import re
 import signal
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, Literal
 from unittest.mock import patch
 
 import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from filelock import FileLock, Timeout
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 from tensordict.nn import CudaGraphModule
 from torch import Tensor, nn
-from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 from torch._inductor.output_code import CompiledFxGraph
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -70,38 +67,32 @@ from tqdm import tqdm
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
-FIXED = ("env_id", "obs_keys", "seed", "num_envs")  # --resume may not change these
 
 
-@dataclass
+@dataclass(config={"allow_inf_nan": False})  # of pydantic, which checks types; tyro tells what they take
 class Args:
-    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"  # of networks; bfloat16 is for AMX and GPUs
-    torch_deterministic: bool = False  # only deterministic algorithms: a seed repeats its run on a GPU, too
+    torch_deterministic: bool = False  # only what a GPU repeats, with CUBLAS_WORKSPACE_CONFIG=:4096:8
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
-    capture_video: bool = False  # record videos of the first environment under runs/<run>/videos
-    save_model: bool = False  # write a checkpoint at the end
-    checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; the newest two are kept
-    resume: str | None = None  # go on with the run of this checkpoint, or of the newest in this folder
-    evaluate: str | None = None  # do not train, evaluate this checkpoint, or the newest in this folder
-    eval_episodes: PositiveInt | None = None  # episodes of an evaluation, else 10; if given, one ends the run
-    eval_every: PositiveInt | None = None  # agent steps between evaluations; best.pt is the best agent
+    capture_video: bool = False  # film the first episode of each evaluation
+    checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; one is at the end
+    resume: str | None = None  # go on with the run of this folder, with its arguments
+    evaluate: str | None = None  # do not train, evaluate this checkpoint
+    eval_every: PositiveInt | None = None  # agent steps between evaluations; one is at the end
+    eval_episodes: PositiveInt = 10  # the episodes of an evaluation
     compile: bool = False  # compile the policy, the preparation of the batch and the gradient step
     cudagraphs: bool = False  # capture the policy, the preparation of the batch and the gradient step
 
     env_id: str = "HalfCheetah-v4"  # the id of the environment: any with vectors as actions
-    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # arguments for gym.make or EnvPool
-    obs_keys: tuple[str, ...] | None = None  # the parts of an observation that the agent sees, else all
+    env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # further arguments of the environment
     total_timesteps: PositiveInt = 1_000_000  # agent steps in all; a rollout beyond them is left out
     learning_rate: NonNegativeFloat = 6e-4  # the learning rate at the start
     num_envs: PositiveInt = 64  # the number of parallel environments
-    env_backend: Literal["gymnasium", "envpool"] = "gymnasium"  # what steps the environments
-    env_threads: NonNegativeInt = 0  # the number of EnvPool's threads; 0: one for each core
     num_steps: PositiveInt = 32  # the steps of each environment in a rollout
     anneal_lr: bool = True  # let the learning rate fall linearly to zero
     gamma: Fraction = 0.99  # the discount factor
@@ -116,59 +107,57 @@ class Args:
     max_grad_norm: NonNegativeFloat = 0.5  # the norm that gradients are clipped to
     target_kl: NonNegativeFloat | None = None  # an epoch with a larger KL is the last one of its rollout
 
+    def __post_init__(self):  # tyro tells what it raises, and exits with status 2
+        batch_size = self.num_envs * self.num_steps
+        if self.num_envs % self.num_minibatches:
+            raise ValueError(f"--num-minibatches takes a divisor of --num-envs, {self.num_envs}")
+        if batch_size == self.num_minibatches:
+            raise ValueError("--num-steps has to be at least 2 where a minibatch is one environment")
+        if self.total_timesteps < batch_size:
+            raise ValueError(f"--total-timesteps has to hold the {batch_size} steps of a rollout")
+
+
+FIXED = ("env_id", "num_envs")  # --resume may not change these
+
 
 # ---- Environment -------------------------------------------------------------------------------------------
-class Episodes(gym.Wrapper):
-    """An environment with `keep`: 0 where the latest observation is the first of an episode, else 1."""
-
-    def reset(self, **options) -> tuple:
-        self.keep = 0.0
-        return self.env.reset(**options)
-
-    def step(self, action: np.ndarray) -> tuple:
-        self.keep = 1.0
-        return self.env.step(action)
-
-
-def make_env(args: Args, videos: Path | None = None) -> gym.Env:
-    """Build an environment with flat observations that clips actions, filmed into the folder `videos`."""
-    if args.env_backend == "envpool":
-        env = Pool(args, [], filmed=videos is not None)
-    else:
-        warnings.filterwarnings("ignore", message=".*is out of date.*")  # the literature has figures of -v4
-        env = make(args, videos)
-        if videos and (renderer := getattr(env.unwrapped, "mujoco_renderer", None)):
-            import mujoco
-
-            # Gymnasium 1.4 lets a HalfCheetah run out of sight. Without that camera it is -1, the default.
-            renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
-        try:
-            env = gym.wrappers.FilterObservation(env, args.obs_keys) if args.obs_keys else env
-        except (TypeError, ValueError) as error:
-            refuse(f"--obs-keys: {error}")
-        if not env.observation_space.is_np_flattenable:
-            refuse(f"--env-id takes observations that can be flattened, not {env.observation_space}")
-        env = gym.wrappers.FlattenObservation(env)
-    return Episodes(film(args, clip_actions(env), videos))
-
-
-def clip_actions(env: gym.Env) -> gym.Env:
-    """Have environments clip actions to their bounds."""
-    actions = env.action_space
-    if not (isinstance(actions, gym.spaces.Box) and actions.dtype.kind == "f" and len(actions.shape) == 1):
-        refuse(f"--env-id takes vectors of floats as actions, not {actions}")
-    return gym.wrappers.ClipAction(env)
-
-
-def make_envs(args: Args, seeds: list[int], videos: Path | None) -> gym.Env | SyncVectorEnv:
-    """Build all environments; the step that ends an episode also resets its environment (SAME_STEP)."""
-    if args.env_backend == "gymnasium":
-        env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(args.num_envs)]
-        return Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+def make_env(args: Args, videos: Path | None) -> gym.Env:
+    """Build an environment whose observations are vectors; its first episode is filmed into `videos`."""
+    env = gym.make(args.env_id, render_mode="rgb_array" if videos else None, **args.env_kwargs)
     if videos:
-        make_env(args, videos).close()  # refuses what does not render before all else
-        print("--capture-video: of EnvPool's environments only evaluation is filmed", file=sys.stderr)
-    return clip_actions(SameStep(args, seeds))
+        env = gym.wrappers.RecordVideo(env, str(videos), lambda episode: episode == 0, disable_logger=True)
+    return gym.wrappers.FlattenObservation(env)
+
+
+def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEnv:
+    """Build environments; the step that ends an episode also resets its environment (SAME_STEP)."""
+    module, _, env_id = args.env_id.rpartition(":")
+    if module:  # beside the script, in the current folder or installed
+        sys.path.append(str(Path.cwd()))
+        importlib.import_module(module)
+    if gym.spec(env_id).entry_point is None:  # it makes many at once, as pool.py's do
+        envs = gym.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point", **args.env_kwargs)
+    else:
+        env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(num_envs)]
+        envs = Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    mode = envs.metadata["autoreset_mode"]
+    if mode != AutoresetMode.SAME_STEP:
+        sys.exit(f"--env-id takes environments with SAME_STEP autoreset, not {mode}")
+    return envs
+
+
+class Envs(SyncVectorEnv):
+    """Environments stepped in turn. Of infos they give `final_obs` alone: to merge all takes 10 of 74 us."""
+
+    def _add_info(self, infos: dict, info: dict, index: int) -> dict:
+        if "final_obs" in info:
+            infos.setdefault("final_obs", {})[index] = info["final_obs"]
+        return infos
+
+
+def clipped(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
+    """Actions, (n, action_dim), clipped to the bounds of a space."""
+    return actions.clip(space.low, space.high)
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -212,7 +201,8 @@ class LSTM(nn.Module):
         super().__init__()
         self.memory_dim = 2 * hidden_dim
         self.input = layer_init(nn.Linear(input_dim, 4 * hidden_dim, device=device), std=1.0)
-        self.recurrent = layer_init(nn.Linear(hidden_dim, 4 * hidden_dim, False, device=device), std=1.0)
+        self.recurrent = nn.Linear(hidden_dim, 4 * hidden_dim, bias=False, device=device)
+        nn.init.orthogonal_(self.recurrent.weight)
 
     def forward(self, x: Tensor, keep: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """The hidden states, (T, n, hidden_dim), after each of the inputs x, (T, n, input_dim).
@@ -227,8 +217,7 @@ class LSTM(nn.Module):
 def layer_init(layer: nn.Module, std: float = math.sqrt(2)) -> nn.Module:
     """Initialise a layer in place: orthogonal weights with gain `std`, no bias. Returns the layer."""
     nn.init.orthogonal_(layer.weight, std)
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)
+    nn.init.zeros_(layer.bias)
     return layer
 
 
@@ -249,14 +238,16 @@ class RunningMoments:
     def __init__(self, dim: int):
         self.count, self.mean, self.squares = np.zeros(()), np.zeros(dim), np.zeros(dim)
 
+    def tensors(self) -> nn.ParameterDict:
+        """Tensors on the same memory, as a part of checkpoints."""
+        return nn.ParameterDict({name: torch.from_numpy(array) for name, array in vars(self).items()})
+
     def update(self, rows: np.ndarray) -> None:
-        """Take in rows (n, dim); n may be 0."""
-        count, added = self.count.item(), len(rows)  # numbers: 0-dim arrays would take 3 of 10 us
-        if added == 0:
-            return
+        """Take in rows (n, dim)."""
+        count, added = self.count.item(), len(rows)  # numbers are faster than 0-dim arrays
         mean = rows.sum(axis=0, dtype=np.float64) / added
         delta = mean - self.mean
-        within = np.square(rows - mean).sum(axis=0) if added > 1 else 0.0  # 3 of 10 us
+        within = np.square(rows - mean).sum(axis=0) if added > 1 else 0.0
         self.squares += within + np.square(delta) * (count * added / (count + added))
         self.mean += delta * (added / (count + added))
         self.count.fill(count + added)
@@ -270,7 +261,7 @@ class RunningMoments:
         return ((rows - self.mean) / self.std()).clip(-10, 10)
 
 
-# [fast: recurrence as one operation] Step by step it compiles for minutes; docs/log.md has the times.
+# [fast: recurrence as one operation] Step by step it compiles for minutes.
 def lstm(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> list[Tensor]:
     """Hidden states, (T, k, n, h), and last cell state, by the inputs' share of the gates, (T, k, n, 4h).
 
@@ -281,10 +272,11 @@ def lstm(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> list[Te
     hiddens = gates.new_empty(*gates.shape[:-1], width)
     cells = torch.empty_like(hiddens)
     for t in range(len(gates)):
-        gate = gates[t].baddbmm_(hidden * keep[t], weight.mT)  # in place: in float32 under autocast, too
+        hidden, cell = torch.where(keep[t] > 0, hidden, 0), torch.where(keep[t] > 0, cell, 0)
+        gate = gates[t].baddbmm_(hidden, weight.mT)  # in place: in float32 under autocast, too
         gate[..., : 2 * width].sigmoid_()
         i, f, g, o = gate.chunk(4, dim=-1)
-        cell = torch.mul(f, cell * keep[t], out=cells[t]).addcmul_(i, g.tanh_())
+        cell = torch.mul(f, cell, out=cells[t]).addcmul_(i, g.tanh_())
         hidden = torch.mul(o.sigmoid_(), cell.tanh(), out=hiddens[t])
     return [hiddens, cell.clone(), cells, gates]
 
@@ -352,8 +344,8 @@ def recurrence(
     return hiddens, torch.cat([hiddens[-1], cell], dim=-1)
 
 
-# [fast: side by side] Both LSTMs in one product a step: 4.8 ms for 32 steps and gradients, not 6.4.
-class SideBySide(Agent):
+# [fast: side by side] Both LSTMs in one product a step.
+class GaussianSideBySide(Agent):
     """An agent whose LSTMs take each step together, with the layers of `Recurrent`: change both."""
 
     def forward(self, obs: Tensor, keep: Tensor, memory: Tensor) -> tuple[Tensor, ...]:
@@ -367,27 +359,26 @@ class SideBySide(Agent):
 
 # [fast: flat] Adam and the clipping of gradients are few operations each.
 class Flat(nn.Module):
-    """A network that computes with one flat tensor, `params`, of which its own parameters become views."""
+    """Networks of one class, whose trainable parameters become views of one tensor, `params`."""
 
-    def __init__(self, network: nn.Module):
+    def __init__(self, *networks: nn.Module):
         super().__init__()
-        # Sizes that 16 divides come first and keep the next aligned. A list hides the network from nn.Module.
-        named = sorted(network.named_parameters(), key=lambda item: item[1].numel() % 16 != 0)
-        self.network, self.shapes = [network], {name: param.shape for name, param in named}
-        if any(hasattr(param, "flat") for _, param in named):
-            raise ValueError("a parameter is in another Flat already")
-        flat = nn.utils.parameters_to_vector(param for _, param in named).detach()
-        self.frozen = {name for name, param in named if not param.requires_grad}
-        self.params = nn.Parameter(flat, requires_grad=any(param.requires_grad for _, param in named))
-        nn.utils.vector_to_parameters(flat, [param.requires_grad_(False) for _, param in named])
-        for _, param in named:
-            param.flat = True
+        named = [(name, param) for name, param in networks[0].named_parameters() if param.requires_grad]
+        named.sort(key=lambda item: item[1].numel() % 16 != 0)  # sizes that 16 divides keep the next aligned
+        several = [len(networks)] if len(networks) > 1 else []
+        self.networks, self.shapes = [*networks], {name: [*several, *param.shape] for name, param in named}
+        params = [network.get_parameter(name) for name in self.shapes for network in networks]
+        self.params = nn.Parameter(nn.utils.parameters_to_vector(params).detach())
+        nn.utils.vector_to_parameters(self.params.detach(), [param.requires_grad_(False) for param in params])
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        parts = self.params.split([shape.numel() for shape in self.shapes.values()])
+        parts = self.params.split([math.prod(shape) for shape in self.shapes.values()])
         views = {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts, strict=True)}
-        views |= {name: views[name].detach() for name in self.frozen}
-        return torch.func.functional_call(self.network[0], views, inputs)
+        compute = partial(torch.func.functional_call, self.networks[0], args=inputs)
+        if len(self.networks) == 1:
+            return compute(views)
+        # [fast: both critics at once] (2, batch, ...): vmap makes one batched product of a layer of both.
+        return torch.vmap(compute, randomness="different")(views)
 
 
 class Adam(nn.Module):
@@ -429,312 +420,86 @@ class Compiled:
 
     def __init__(self, function: Callable):
         self.guarded = torch.compile(function, fullgraph=True, dynamic=False)
-        self.calls, self.next_look, self.likeness, self.graph, self.inputs = 0, 1, None, None, []
+        self.calls, self.next_look, self.graph, self.inputs = 0, 1, None, []
 
     def __call__(self, *args: Tensor) -> Tensor | None:
         self.calls += 1
-        likeness = [(arg.dtype, arg.device, arg.shape, arg.stride()) for arg in args]
-        if self.calls == self.next_look or likeness != self.likeness:
-            return self.look(likeness, args)
+        if self.calls == self.next_look:
+            return self.look(args)
         for place, arg in zip(self.places, args, strict=True):
             self.inputs[place] = arg
         results = self.graph([*self.inputs])
         return results[0] if results else None
 
-    def look(self, likeness: list[tuple], args: tuple[Tensor, ...]) -> Tensor | None:
+    def look(self, args: tuple[Tensor, ...]) -> Tensor | None:
         """Call it with the guards of `torch.compile`; note Inductor's graph and the tensors that it takes."""
         self.next_look = self.calls + min(self.calls // 2 + 1, 997)  # odd and even calls, for what alternates
         call, notes = CompiledFxGraph.__call__, []
 
         def note(graph: CompiledFxGraph, inputs: list[Tensor]) -> list[Tensor]:
-            ids, tensors = [id(tensor) for tensor in inputs], [tensor.detach() for tensor in inputs]
-            notes.append((graph, ids, tensors, call(graph, inputs)))
-            return notes[-1][-1]
+            notes.append((graph, [id(tensor) for tensor in inputs], [tensor.detach() for tensor in inputs]))
+            return call(graph, inputs)
 
         stance = torch.compiler.set_stance("fail_on_recompile" if self.graph else "default")
         with stance, patch.object(CompiledFxGraph, "__call__", note):
             result = self.guarded(*args)
-        if len(notes) != 1:  # another backend: each call is guarded
-            return result
-        [(graph, ids, inputs, results)] = notes
-        if self.graph not in (None, graph) or any(ids.count(id(arg)) != 1 for arg in args):
-            raise RuntimeError("the function was compiled anew, or does not use each of its arguments")
+        [(self.graph, ids, inputs)] = notes
         self.places = [ids.index(id(arg)) for arg in args]
         for place, tensor in enumerate(self.inputs):
             if place not in self.places and tensor.data_ptr() != inputs[place].data_ptr():
                 raise RuntimeError(f"a tensor of shape {[*tensor.shape]} was replaced: write to it in place")
-        if len(results) != (result is not None) or any(tensor.requires_grad for tensor in results):
-            raise TypeError("a compiled function returns one tensor without history, or none")
-        self.graph, self.inputs, self.likeness = graph, inputs, likeness
+        self.inputs = inputs
         return result
 
 
-# ---- Run: command line, checkpoints, signals, evaluation ---------------------------------------------------
-def refuse(message: str) -> NoReturn:
-    """Say in one line on standard error what is wrong with the arguments, and exit with status 2."""
-    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
-
-
-def command_line() -> list[str]:
-    """What was typed, with `--flag=False` and `--flag False` as `--no-flag`, and integers as 1e6 in full."""
-    typed, words = [], []
-    for word in sys.argv[1:]:
-        option, equals, value = word.partition("=")
-        typed += [option, value] if equals and option.startswith("--") else [word]
-    for word in typed:
-        kind = Args.__annotations__.get(words[-1][2:].replace("-", "_") if words else "")
-        if kind is bool and word in ("False", "false"):
-            words[-1] = f"--no-{words[-1][2:]}"
-        elif not (kind is bool and word in ("True", "true")):
-            whole = "int" in str(kind) and re.fullmatch(r"\d+\.?\d*[eE]\+?\d+", word) and float(word) % 1 == 0
-            words.append(f"{float(word):.0f}" if whole else word)
-    return words
-
-
+# ---- Run ---------------------------------------------------------------------------------------------------
 def parse_args() -> tuple[Args, dict]:
-    """The arguments, and the checkpoint that gives --resume its defaults, and --evaluate its environment."""
-    args, checkpoint, saved = tyro.cli(Args, args=command_line()), {}, {}
-    if args.resume and args.evaluate:
-        refuse("--resume and --evaluate exclude each other")
+    """The arguments, and the checkpoint that gives --resume and --evaluate those that are not typed."""
+    args, checkpoint = tyro.cli(Args), {}
     if args.resume or args.evaluate:
-        checkpoint = load_checkpoint(args)
-        of_env = {"env_id", "env_kwargs", "env_backend", "obs_keys", "actor_hidden_dim"}
-        kept = vars(args).keys() & of_env if args.evaluate else vars(args).keys()
-        saved = {name: checkpoint["args"][name] for name in sorted(kept & checkpoint["args"].keys())}
-        args = tyro.cli(Args, args=command_line(), default=Args(**saved))  # again, over these
-    try:
-        TypeAdapter(Args).validate_python(vars(args))
-    except ValidationError as invalid:
-        error = invalid.errors()[0]
-        refuse(f"--{error['loc'][0].replace('_', '-')}: {error['msg']}, got {error['input']}")
-    for name, value in saved.items():
-        option, now = f"--{name.replace('_', '-')}", getattr(args, name)
-        if now != value and name in FIXED:
-            refuse(f"{option} has to stay {value}, as in {checkpoint['file']}, got {now}")
-        if now != value and name != "resume":
-            print(f"{option} {now}{' from here on' if args.resume else ''}, it was {value}", file=sys.stderr)
+        file = Path(args.evaluate or Path(args.resume, "checkpoint.pt"))
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True) | {"file": file}
+        if "save_model" in checkpoint["args"]:
+            sys.exit(f"{file} is of LeanRL 0.2, whose scripts go on with it")
+        saved = {name: value for name, value in checkpoint["args"].items() if name in Args.__annotations__}
+        args = tyro.cli(Args, default=Args(**saved))
+        for name in FIXED if args.resume else ():
+            if getattr(args, name) != saved[name]:
+                sys.exit(f"--{name.replace('_', '-')} has to stay {saved[name]}, as in {file}")
     return args, checkpoint
 
 
-def read(file: Path) -> dict:
-    """The content of a checkpoint, of which nothing is executed; of another file, the error."""
-    try:
-        return dict(torch.load(file, map_location="cpu", weights_only=True))
-    except Exception as error:  # torch.load raises what it likes
-        return {"error": str(error).split("Unpickler error: ")[-1][:300]}
+def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) -> None:
+    """Write a checkpoint, whole or not at all."""
+    states = {name: item.state_dict() for name, item in state.items()}
+    torch.save({"args": asdict(args) | {"resume": None}, **states, **more}, file.with_suffix(".new"))
+    file.with_suffix(".new").replace(file)
 
 
-def load_checkpoint(args: Args) -> dict:
-    """Read the checkpoint to resume or evaluate, of a folder the newest."""
-    path = Path(args.resume or args.evaluate)
-    in_folder = path.glob("[0-9]*.pt" if args.resume else "*.pt")  # none if it is a file itself
-    file = max(in_folder, key=lambda file: file.stat().st_mtime_ns, default=path).resolve()
-    script = (checkpoint := read(file)).get("script")
-    if not script:
-        refuse(f"{file} is not a checkpoint or a folder with one: {checkpoint.get('error', 'no script')}")
-    if args.resume and (script != Path(__file__).stem or not file.stem.isdecimal()):
-        refuse(f"--resume takes a numbered checkpoint of this script, not {file} of {script}.py")
-    print(f"{'Going on from' if args.resume else 'Evaluating'} {file}", file=sys.stderr)
-    return checkpoint | {"file": file}
-
-
-def save_checkpoint(args: Args, writer: SummaryWriter, name: str, state: dict, progress: dict, **more):
-    """Write a checkpoint into the run's folder, whole or not at all; of numbered ones the newest two stay."""
-    writer.flush()  # so that the curves of a run that is killed have no gap
-    folder, checkpoint = Path(writer.log_dir), {key: item.state_dict() for key, item in state.items()}
-    checkpoint |= {"script": Path(__file__).stem, "args": asdict(args), "progress": progress, **more}
-    torch.save(checkpoint, folder / "checkpoint.new")
-    (folder / "checkpoint.new").replace(folder / name)
-    for outdated in sorted(folder.glob("[0-9]*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-2]:
-        outdated.unlink()
-
-
-def load_states(state: dict, checkpoint: dict) -> None:
-    """Give modules and optimizers their states back; settings of an optimizer are those of the arguments."""
-    for name, item in state.items():
-        if name not in checkpoint:
-            refuse(f"{checkpoint['file']} of {checkpoint['script']}.py has no {name}")
-        settings = {key: value for key, value in item.state_dict().items() if key == "param_groups"}
-        try:
-            item.load_state_dict(checkpoint[name] | settings)
-        except (RuntimeError, ValueError) as error:  # of other sizes
-            refuse(f"{checkpoint['file']} of {checkpoint['script']}.py does not fit: {str(error)[:300]}")
-
-
-def take_up(args: Args, checkpoint: dict, progress: dict) -> None:
-    """Make a checkpoint the newest of its run, and forget a best agent that is later or of another task."""
-    os.utime(checkpoint["file"])  # the newest from here on
-    best = checkpoint["file"].with_name("best.pt")
-    if read(best).get("progress", progress)["global_step"] > progress["global_step"]:
-        best.unlink()
-    if not best.exists() or args.env_kwargs != checkpoint["args"].get("env_kwargs", {}):
-        progress["best_eval"] = -math.inf
-
-
-def stop_on_signals() -> list[int]:
-    """The list to which Ctrl+C and what Slurm sends add their numbers; the same one again ends at once."""
-    received = []
-
-    def note(number: int, _) -> None:
-        received.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    for name in {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"} & {*dir(signal)}:  # not all on Windows
-        number = getattr(signal, name)
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, note)
-    return received
-
-
-def evaluate(args: Args, env: gym.Env, network: nn.Module, policy: Callable, stopping: list[int]) -> tuple:
-    """Play whole episodes with a policy from an observation to an action: their returns and last infos.
-
-    The network is in evaluation mode meanwhile, as dropout and batch normalisation ask for.
-    """
-    returns, infos = [], []
-    network.eval()
-    seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes or 10)
-    bar = tqdm(total=len(seeds), desc="evaluation", unit="episode", leave=not args.eval_every, miniters=0)
-    for seed in seeds.tolist():
-        (obs, info), over, steps, score = env.reset(seed=seed), False, 0, 0.0
-        while not over and not stopping:
-            obs, reward, terminated, truncated, info = env.step(policy(obs))
-            over, steps, score = np.any(terminated | truncated), steps + 1, score + np.sum(reward).item()
-            bar.postfix = f"step {steps}, return {score:.1f}"
-            bar.update(0)
-        bar.update(int(over))
-        returns += [score] if over else []
-        infos += [info.get(0, info)] if over else []  # of an environment of EnvPool's that is alone
-    bar.close()
-    env.close()
+def evaluate(args: Args, network: nn.Module, policy: Callable, stopping: list[int], videos: Path) -> list:
+    """Returns of whole episodes, one in each of as many environments, by a policy from obs to actions."""
+    network.eval()  # as dropout and batch normalisation ask for
+    returns, playing = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
+    seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes) >> 1
+    with closing(make_envs(args, args.eval_episodes, videos if args.capture_video else None)) as envs:
+        obs, _ = envs.reset(seed=seeds.tolist())
+        while playing.any() and not stopping:
+            obs, rewards, terminated, truncated, _ = envs.step(policy(obs))
+            returns[playing] += rewards[playing]
+            playing &= ~(terminated | truncated)
+            if not (np.isfinite(obs).all() and np.isfinite(returns).all()):
+                sys.exit(f"{Path(__file__).name}: error: an evaluation is not finite")
     network.train()
-    return returns, infos
-
-
-# ---- Backends: gym.make and EnvPool ------------------------------------------------------------------------
-def make(args: Args, videos: Path | None) -> gym.Env:
-    """What `gym.make` gives; errors of an environment of the user's own keep their traceback."""
-    try:
-        return gym.make(args.env_id, **args.env_kwargs, **({"render_mode": "rgb_array"} if videos else {}))
-    except gym.error.Error as error:  # such as of an id that there is not
-        refuse(f"--env-id {args.env_id}: {error}")
-    except Exception as error:
-        unloaded = "MUJOCO_GL" in os.environ and "mujoco" not in sys.modules  # whose import asks for it
-        unloaded &= "mujoco" in str(gym.registry.get(args.env_id))
-        module, colon, _ = args.env_id.partition(":")
-        missing = getattr(error.__cause__, "name", None)  # what gym.make could not import
-        ours = unloaded or args.env_kwargs or isinstance(error, ImportError | TypeError)
-        ours = f"{module}.".startswith(f"{missing}.") if colon else ours
-        if not (ours or (videos and "render_mode" in str(error))):
-            raise
-        refuse(f"--env-id {args.env_id}: {error}{'; unset MUJOCO_GL or install that library' * unloaded}")
-
-
-def film(args: Args, env: gym.Env, videos: Path | None) -> gym.Env:
-    """Have an environment filmed into the folder `videos`; refuses one that does not render."""
-    if not videos:
-        return env
-    try:
-        env.reset()
-        assert env.render() is not None, "no image"
-    except Exception as error:  # of whatever draws
-        undecided = "OpenGL" in str(error) and sys.platform == "linux" and "MUJOCO_GL" not in os.environ
-        remedy = "; without a display set MUJOCO_GL=egl" * undecided
-        refuse(f"--capture-video: {args.env_id} does not render: {type(error).__name__}: {error}{remedy}")
-    return gym.wrappers.RecordVideo(env, str(videos), disable_logger=True)
-
-
-class Envs(SyncVectorEnv):
-    """Environments stepped in turn, with infos by index: to merge them takes 10 of the 74 us of a step."""
-
-    def _add_info(self, vector_infos: dict, env_info: dict, env_num: int) -> dict:
-        vector_infos.setdefault(env_num, {}).update(env_info)
-        return vector_infos
-
-
-class Pool(gym.Wrapper):
-    """EnvPool's environments, with vectors as observations: of named parts by the order of their names.
-
-    Without seeds, one to evaluate in, without the axis in front. EnvPool takes seeds of 31 bits.
-    """
-
-    def __init__(self, args: Args, seeds: list[int], filmed: bool = False):
-        self.alone = not seeds
-        seeds = seeds or np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(1).tolist()
-        try:
-            import envpool
-        except ImportError:
-            refuse("--env-backend envpool needs the package envpool: requirements/envpool.txt")
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        kwargs = {"num_envs": len(seeds), "batch_size": len(seeds), "seed": [seed >> 1 for seed in seeds]}
-        kwargs |= {"num_threads": min(args.env_threads or cores, len(seeds))}
-        kwargs |= {"render_mode": "rgb_array" if filmed else None}
-        try:  # a key that is in both is a TypeError
-            super().__init__(envpool.make(args.env_id, "gymnasium", **kwargs, **args.env_kwargs))
-        except Exception as error:  # of the id, an argument or what the environment needs
-            refuse(f"--env-id {args.env_id}: {str(error)[:200]}")
-        if self.env.config.get("max_num_players", 1) > 1:
-            refuse(f"--env-id {args.env_id}: more than one player")
-        space = self.env.observation_space
-        self.keys = sorted({*(args.obs_keys or space)}) if isinstance(space, gym.spaces.Dict) else None
-        parts = {key: space.spaces.get(key) for key in self.keys} if self.keys else {"": space}
-        boxes = all(isinstance(part, gym.spaces.Box | gym.spaces.MultiBinary) for part in parts.values())
-        if not boxes or (args.obs_keys and not self.keys):
-            refuse(f"--env-id and --obs-keys take boxes as observations, of {space}")
-        self.observation_space = gym.spaces.flatten_space(gym.spaces.Dict(parts))
-
-    def vectors(self, obs: np.ndarray | dict[str, np.ndarray]) -> np.ndarray:
-        """Observations as they come from EnvPool, of n environments, as (n, obs_dim), or of one."""
-        parts = [obs[key] for key in self.keys] if self.keys else [obs]
-        vectors = np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
-        return vectors[0] if self.alone else vectors
-
-    def reset(self, **_) -> tuple[np.ndarray, dict]:
-        return self.vectors(self.env.reset()[0]), {}
-
-    def step(self, actions: np.ndarray) -> tuple:
-        actions = np.asarray(actions)[None] if self.alone else actions
-        obs, rewards, terminated, truncated, info = self.env.step(actions)
-        infos = {index: {"is_success": success} for index, success in enumerate(info.get("is_success", ()))}
-        return self.vectors(obs), rewards, terminated, truncated, infos
-
-    def render(self) -> np.ndarray:
-        return self.env.render(env_ids=[0])[0]
-
-
-class SameStep(Pool):
-    """A pool of which the step that ends an episode also resets its environment; infos are Gymnasium's."""
-
-    def step(self, actions: np.ndarray) -> tuple:
-        obs, rewards, terminated, truncated, infos = super().step(actions)
-        over = np.flatnonzero(terminated | truncated)
-        infos = {index: {"final_obs": obs[index], "final_info": infos.get(index, {})} for index in over}
-        if len(over):
-            obs = obs.copy()
-            obs[over] = self.vectors(self.env.reset(over)[0])
-        return obs, rewards, terminated, truncated, infos
+    return [] if stopping else returns.tolist()
 
 
 if __name__ == "__main__":
     # ---- Setup ---------------------------------------------------------------------------------------------
     args, checkpoint = parse_args()
-    batch_size = args.num_envs * args.num_steps
-    if not args.evaluate and args.num_envs % args.num_minibatches:
-        refuse(f"--num-minibatches takes a divisor of --num-envs {args.num_envs}, got {args.num_minibatches}")
-    if not args.evaluate and batch_size == args.num_minibatches:
-        refuse("--num-steps has to be at least 2 where a minibatch is one environment, got 1")
-    if not args.evaluate and args.total_timesteps < batch_size:
-        refuse(f"--total-timesteps has to hold a rollout of {batch_size}, got {args.total_timesteps}")
-    total_steps = args.total_timesteps // batch_size * batch_size  # of whole rollouts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    if args.cuda and device.type == "cpu":
-        print("CUDA is not available: running on the CPU", file=sys.stderr)
-    if args.torch_deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for cuBLAS, read at its first use
-        torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(args.torch_deterministic)
     torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
-    torch.set_num_threads(1)  # small networks; EnvPool has threads of its own
+    torch.set_num_threads(1)  # the networks are small
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.set_autocast_dtype(device.type, torch.bfloat16)
     torch.set_autocast_enabled(device.type, args.precision == "bfloat16")
@@ -744,53 +509,42 @@ if __name__ == "__main__":
         torch.backends.cudnn.rnn.fp32_precision = "tf32" if args.precision == "tf32" else "ieee"
     torch.manual_seed(args.seed)
 
-    progress = {"global_step": 0, "updates": 0, "returns": [], "successes": []}
-    progress |= {"last_eval": 0, "best_eval": -math.inf} | (checkpoint["progress"] if args.resume else {})
-    global_step, updates = progress["global_step"], progress["updates"]
-    returns, successes = progress["returns"], progress["successes"]  # not copies: checkpoints have them
+    start = [0, 0, [], None]
+    global_step, updates, returns, best_eval = checkpoint["progress"] if args.resume else start
+    name = f"{args.env_id.replace('/', '_')}__{args.exp_name}__{args.seed}__{time.time():.6f}"
+    folder = checkpoint["file"].parent if checkpoint else Path(f"runs/{name}")
+    envs = make_envs(args, args.num_envs)
+    obs_dim, action_space = envs.single_observation_space.shape[0], envs.single_action_space
+    if not (isinstance(action_space, gym.spaces.Box) and action_space.dtype.kind == "f"):
+        sys.exit(f"--env-id takes vectors of floats as actions, not {action_space}")
+    action_dim = action_space.shape[0]
 
-    name = re.sub(r"[^\w.=-]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}")
-    folder = checkpoint["file"].parent if args.resume else Path("runs", name)
-    videos = folder / f"videos/from_step_{global_step}" if args.capture_video and not args.evaluate else None
-    sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
-    *env_seeds, seed = sequence.generate_state(args.num_envs + 1).tolist()
-    envs = make_envs(args, env_seeds, videos)
-    obs_dim, action_dim = envs.observation_space.shape[-1], envs.action_space.shape[-1]
-
-    folder.mkdir(parents=True, exist_ok=bool(args.resume or videos))  # a refused run leaves none
-    try:
-        lock = FileLock(folder / ".lock").acquire(timeout=0)  # held as long as this name lives
-    except Timeout:
-        refuse(f"--resume: a run is at work in {folder}")
-
-    agent = SideBySide(obs_dim, action_dim, device)  # [fast: side by side]
+    agent = GaussianSideBySide(obs_dim, action_dim, device)  # [fast: side by side]
     flat_agent = Flat(agent)  # [fast: flat]
     annealed_lr = torch.tensor(args.learning_rate, device=device)  # [fast: numbers as tensors]
     optimizer = Adam(flat_agent.params, annealed_lr, eps=1e-5, max_norm=args.max_grad_norm)
     obs_moments, return_moments = RunningMoments(obs_dim), RunningMoments(1)
-    # What checkpoints hold: add modules and optimizers of your own. Of moments, tensors on the same memory.
-    state = {"agent": agent, "optimizer": optimizer}
-    for name, moments in {"obs_moments": obs_moments, "return_moments": return_moments}.items():
-        state[name] = nn.ParameterDict({key: torch.from_numpy(array) for key, array in vars(moments).items()})
+    state = {"agent": agent, "optimizer": optimizer}  # what checkpoints hold: add modules and optimizers
+    state |= {"obs_moments": obs_moments.tensors(), "return_moments": return_moments.tensors()}
     # Columns of a rollout, with a row for each step and one for the last obs, and of the batch made of it.
-    columns = {"obs": obs_dim, "actions": action_dim, "rewards": 1, "terminated": 1, "bootstrap": 1}
-    columns |= {"keep": 1}  # 0 where obs is the first of an episode
-    batch_columns = {"obs": obs_dim, "actions": action_dim, "log_prob": 1, "advantages": 1, "targets": 1}
-    batch_columns |= {"values": 1, "keep": 1}
+    inputs = {"obs": obs_dim, "actions": action_dim, "keep": 1}  # keep: 0 where an episode begins
+    columns = inputs | {"rewards": 1, "terminated": 1, "bootstrap": 1}
+    batch_columns = inputs | {"log_prob": 1, "advantages": 1, "targets": 1, "values": 1}
     rollout = torch.zeros(args.num_steps + 1, args.num_envs, sum(columns.values()))
-    steps = {name: column.numpy() for name, column in split(rollout, columns).items()}
-    rollout_obs, rollout_actions, rollout_keep = steps["obs"], steps["actions"], steps["keep"]
-    rollout_rewards, rollout_terminated = steps["rewards"][:, :, 0], steps["terminated"][:, :, 0]
-    rollout_bootstrap = steps["bootstrap"]
+    views = {name: column.numpy() for name, column in split(rollout, columns).items()}  # of its columns
+    rollout_obs, rollout_keep = views["obs"], views["keep"]
     rollout_returns = np.zeros((args.num_steps, args.num_envs))  # discounted, to scale rewards with
     buffer = torch.zeros_like(rollout, device=device)
+    batch_size = args.num_envs * args.num_steps
     batch = torch.zeros(args.num_steps, args.num_envs, sum(batch_columns.values()), device=device)
-    # Hidden and cell states, of policy and value: now, before the rollout, and the policy's in evaluation.
+    # Hidden and cell states, of policy and value: now, and before the rollout.
     memory = torch.zeros(2, args.num_envs, agent.critic.lstm.memory_dim, device=device)
-    actor_memory, first_memory, eval_memory = memory[0], memory.clone(), memory[0, :1].clone()
+    actor_memory, first_memory = memory[0], memory.clone()
+    total_steps = args.total_timesteps // batch_size * batch_size  # of whole rollouts
     names = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
     names += ["explained_variance"]
     losses = {name: torch.zeros((), device=device) for name in names}  # [fast: losses in place]
+    stopping: list[int] = []  # signals received
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def act(obs: Tensor, keep: Tensor) -> Tensor:
@@ -809,14 +563,13 @@ if __name__ == "__main__":
             keep = torch.from_numpy(keep).to(device, non_blocking=True)
             return act(obs, keep).cpu().numpy()  # sync
 
-    def bootstrap(step: int, cut: np.ndarray, final_obs: np.ndarray) -> np.ndarray:
+    def bootstrap(cut: np.ndarray, final_obs: np.ndarray) -> np.ndarray:
         """Values (num_envs, 1) of what ended an episode that is `cut`, (num_envs,), in this step; else 0.
 
         The memory that belongs to them comes from the rollout, taken in once more up to this step.
         """
         values = np.zeros((args.num_envs, 1), np.float32)
         if cut.any():
-            final_obs = obs_moments.standardise(final_obs)
             obs = np.concatenate([rollout_obs[: step + 1, cut], final_obs[None, cut].astype(np.float32)])
             keep = np.concatenate([rollout_keep[: step + 1, cut], np.ones((1, cut.sum(), 1), np.float32)])
             initial = first_memory[1, torch.from_numpy(cut)]
@@ -825,21 +578,26 @@ if __name__ == "__main__":
                 values[cut] = agent.critic(obs, keep, initial)[0][-1].cpu().numpy()  # sync
         return values
 
-    def best_action(env: Episodes, obs: np.ndarray) -> np.ndarray:
-        """The policy's mean action, (action_dim,), at one observation, (obs_dim,), the latest one of env."""
-        obs = torch.from_numpy(obs_moments.standardise(obs[None, None]).astype(np.float32)).to(device)
-        keep = torch.tensor([[[env.keep]]], device=device)
-        with torch.no_grad():
-            mean, new_memory = agent.actor_mean(obs, keep, eval_memory)
-            eval_memory.copy_(new_memory)
-            return mean[0, 0].cpu().numpy()
+    def remembering() -> Callable:
+        """A policy with an empty memory of its own: the mean actions at obs (n, obs_dim)."""
+        own_memory = torch.zeros((), device=device)
+
+        def best_actions(obs: np.ndarray) -> np.ndarray:
+            nonlocal own_memory
+            own_memory = own_memory.expand(len(obs), agent.critic.lstm.memory_dim)
+            obs = torch.from_numpy(obs_moments.standardise(obs[None]).astype(np.float32)).to(device)
+            with torch.no_grad():
+                mean, own_memory = agent.actor_mean(obs, torch.ones_like(obs[..., :1]), own_memory)
+                return clipped(mean[0].cpu().numpy(), action_space)
+
+        return best_actions
 
     def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor) -> Tensor:
         """Generalised advantage estimates (Schulman et al., arXiv:1506.02438, equation 16), all (T, n, 1)."""
-        deltas = rewards + args.gamma * (1 - terminated) * next_values - values
+        advantages = rewards + args.gamma * (1 - terminated) * next_values - values
         discounts = args.gamma * args.gae_lambda * (1 - done)
-        # [fast: scan by doubling] After k rounds an estimate holds 2^k terms. For 2048 steps 0.2 ms, not 9.
-        advantages, shift = deltas, 1
+        # [fast: scan by doubling] After k rounds an estimate holds 2^k terms.
+        shift = 1
         while shift < args.num_steps:
             later = (0, 0, 0, 0, 0, shift)  # rows of zeros where there are none
             advantages = advantages + discounts * nn.functional.pad(advantages[shift:], later)
@@ -891,9 +649,19 @@ if __name__ == "__main__":
         log_ratio, ratio = log_ratio.detach(), ratio.detach()
         record(policy_loss=policy_loss, value_loss=value_loss, entropy=entropy)
         # k1 and k3 of Schulman, "Approximating KL Divergence" (2020), and the share of clipped ratios.
-        record(old_approx_kl=-log_ratio.mean())
-        record(approx_kl=(ratio - 1 - log_ratio).mean())
+        record(old_approx_kl=-log_ratio.mean(), approx_kl=(ratio - 1 - log_ratio).mean())
         record(clipfrac=((ratio - 1).abs() > args.clip_coef).float().mean())
+
+    def learn() -> int:
+        """All gradient steps on the batch; returns how many."""
+        steps = 0
+        for _ in range(args.update_epochs):
+            for indices in torch.randperm(args.num_envs, device=device).chunk(args.num_minibatches):
+                update(indices)
+                steps += 1
+            if args.target_kl is not None and losses["approx_kl"] > args.target_kl:  # sync, once an epoch
+                break
+        return steps
 
     def record(**values: Tensor) -> None:
         """Keep the latest values for the log; nothing waits for the device here."""
@@ -907,12 +675,46 @@ if __name__ == "__main__":
             if not math.isfinite(loss):
                 sys.exit(f"{Path(__file__).name}: error: {name} is {loss} at step {global_step}")
 
-    # ---- Training ------------------------------------------------------------------------------------------
-    if args.evaluate or args.resume:
-        used = ("agent", "obs_moments") if args.evaluate else state
-        load_states({name: state[name] for name in used}, checkpoint)
+    def store(actions, rewards, terminated, done, final_obs, next_obs) -> None:
+        """Write a step of all environments into the rollout, and what the next one begins with."""
+        final_obs, next_obs = obs_moments.standardise(final_obs), obs_moments.standardise(next_obs)
+        outcomes = {"actions": actions, "rewards": rewards[:, None], "terminated": terminated[:, None]}
+        outcomes["bootstrap"] = bootstrap(done & ~terminated, final_obs)
+        for name, values in outcomes.items():
+            views[name][step] = values
+        rollout_obs[step + 1], rollout_keep[step + 1] = next_obs, ~done[:, None]
+        if not np.isfinite(np.column_stack([final_obs, next_obs, rewards])).all():
+            sys.exit(f"{Path(__file__).name}: error: a row is not finite at step {global_step}")
 
-    # [fast: one graph] Policy, preparation of the batch, gradient step. Measured: 1.08 times eager.
+    def update_moments(rewards, done, final_obs, next_obs) -> None:
+        """Take in what a step showed: observations, and discounted returns, which rewards are scaled with."""
+        rollout_returns[step] = rewards + args.gamma * discounted_return
+        discounted_return[:] = np.where(done, 0, rollout_returns[step])
+        obs_moments.update(np.concatenate([final_obs, next_obs[done]]))
+
+    def scale_rewards() -> None:
+        """Divide the rewards of a rollout by the standard deviation of discounted returns so far."""
+        return_moments.update(rollout_returns.reshape(-1, 1))
+        rewards = views["rewards"][:-1]
+        rewards[:] = (rewards / return_moments.std()).clip(-10, 10)
+
+    def log_episode(index: int) -> None:
+        """Log the episode that has ended in an environment."""
+        returns.append(episode_return[index].item())
+        writer.add_scalar("charts/episodic_return", returns[-1], global_step)
+        writer.add_scalar("charts/episodic_length", episode_length[index], global_step)
+        episode_return[index] = episode_length[index] = 0
+
+    def due(every: int | None) -> bool:
+        """Whether something is to be done now that is done every so many agent steps, and at the end."""
+        return every is not None and (last or global_step % every < batch_size)
+
+    def stop(number: int, _) -> None:
+        """Have Ctrl+C and what Slurm sends end the run after its rollout; the same again ends it at once."""
+        stopping.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    # [fast: one graph] Policy, preparation of the batch, gradient step.
     if args.compile:
         torch._dynamo.config.trace_autograd_ops = True  # the gradient, too, without a break
         torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
@@ -924,139 +726,115 @@ if __name__ == "__main__":
     if cudagraphs:
         captured = partial(CudaGraphModule, warmup=5, device=device)
         act, prepare, update = captured(act), captured(prepare), captured(update)
+    # [fast: warm-up] Compile, warm up and capture before the first step, on the state, and put it back.
+    if args.compile or cudagraphs:
+        saved = {name: copy.deepcopy(item.state_dict()) for name, item in state.items()}
+        for _ in range(6 if cudagraphs else 1):  # captured: four warm up, one records, one replays
+            policy(rollout_obs[0], rollout_keep[0])
+            prepare()
+            update(torch.arange(args.num_envs // args.num_minibatches, device=device))
+        for name, item in state.items():
+            item.load_state_dict(saved[name])
+        memory.zero_()
     elif args.cudagraphs:
         print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
-    # [fast: warm-up] Compile, warm up and capture before the first step, on the state, and put it back.
-    if (args.compile or cudagraphs) and not args.evaluate:
-        saved = {name: {k: t.clone() for k, t in item.state_dict().items()} for name, item in state.items()}
-        try:
-            for _ in range(6 if cudagraphs else 1):  # captured: four warm up, one records, one replays
-                policy(rollout_obs[0], rollout_keep[0])
-                prepare()
-                update(torch.arange(args.num_envs // args.num_minibatches, device=device))
-        except InductorError as error:  # no C++ compiler, no Python.h, a space in a path
-            if not isinstance(error.inner_exception, CppCompileError | InvalidCxxCompiler):
-                raise
-            refuse(f"--compile: {str(error.inner_exception)[-300:]}")
-        load_states(state, saved)
-        memory.zero_()
+    else:
+        print("without --compile and --cudagraphs the eager script is faster than this one", file=sys.stderr)
 
+    # ---- Training ------------------------------------------------------------------------------------------
+    if args.evaluate:
+        for name in ("agent", "obs_moments"):
+            state[name].load_state_dict(checkpoint[name])
+        eval_returns = evaluate(args, agent, remembering(), stopping, folder / f"videos/{time.time():.0f}")
+        print(json.dumps(asdict(args) | {"eval_returns": eval_returns}))
+        sys.exit()
+    if args.resume:
+        for name, item in state.items():
+            item.load_state_dict(checkpoint[name])
+
+    if args.track:
+        import wandb
+
+        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": folder.name[-64:]}
+        wandb.init(**run, config=asdict(args), resume="allow", save_code=True, sync_tensorboard=True)
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    writer = SummaryWriter(str(folder), purge_step=global_step + 1 if args.resume else None)
+    writer.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=2)}\n```")
+
+    sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
+    *env_seeds, seed = (sequence.generate_state(args.num_envs + 1) >> 1).tolist()
     torch.manual_seed(seed)
     next_obs, _ = envs.reset(seed=env_seeds)
-    if not args.resume and not args.evaluate:
+    if not args.resume:
         obs_moments.update(next_obs)
     rollout_obs[-1] = obs_moments.standardise(next_obs)  # a rollout begins with it
     discounted_return = np.zeros(args.num_envs)
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
-
-    last = bool(args.evaluate) or global_step + batch_size > args.total_timesteps
-    if args.track:
-        import wandb
-
-        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
-        run |= {"id": folder.name[-64:], "name": folder.name, "resume": "allow", "save_code": True}
-        wandb.init(**run, sync_tensorboard=True)
-    purge_step = global_step + 1 if args.resume and not last else None  # entries of steps done again go
-    writer = SummaryWriter(str(folder), purge_step=purge_step)
-    table = "\n".join(f"{name}|{value}" for name, value in asdict(args).items())
-    writer.add_text("hyperparameters", f"param|value\n-|-\n{table}")
-
-    if args.resume and not last:
-        take_up(args, checkpoint, progress)
-    bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", miniters=1, disable=last)
-    stopping = stop_on_signals()
+    eval_returns, last = [], global_step + batch_size > args.total_timesteps
     startup_seconds = time.perf_counter() - START_TIME
-    saved_step = global_step
-    eval_every, checkpoint_every = args.eval_every or math.inf, args.checkpoint_every or math.inf  # never
     sps, sps_step, sps_time = None, global_step, time.perf_counter()
-    with closing(envs), writer, bar:
+    with closing(envs), writer, tqdm(total=args.total_timesteps, initial=global_step) as bar:
         while not last:
-            remaining = 1 - global_step / total_steps if args.anneal_lr else 1
-            annealed_lr.fill_(args.learning_rate * remaining)  # [fast: numbers as tensors]
+            learning_rate = args.learning_rate * (1 - global_step / total_steps if args.anneal_lr else 1)
+            annealed_lr.fill_(learning_rate)  # [fast: numbers as tensors]
             rollout[0] = rollout[-1]
             first_memory.copy_(memory)
             std = agent.actor_logstd.detach().exp().cpu()  # sync
             noise = (torch.randn(args.num_steps, args.num_envs, action_dim) * std).numpy()
             for step in range(args.num_steps):
                 actions = policy(rollout_obs[step], rollout_keep[step]) + noise[step]
-                next_obs, rewards, terminated, truncated, infos = envs.step(actions)
-                rollout_actions[step], rollout_rewards[step] = actions, rewards
+                next_obs, rewards, terminated, truncated, infos = envs.step(clipped(actions, action_space))
                 done, final_obs = terminated | truncated, next_obs.copy()
                 global_step += args.num_envs
                 episode_return += rewards
                 episode_length += 1
                 for index in np.flatnonzero(done):
-                    final_obs[index], info = infos[index]["final_obs"], infos[index]["final_info"]
-                    returns.append(episode_return[index].item())
-                    writer.add_scalar("charts/episodic_return", returns[-1], global_step)
-                    writer.add_scalar("charts/episodic_length", episode_length[index], global_step)
-                    episode_return[index] = episode_length[index] = 0
-                    if "is_success" in info:
-                        successes.append(float(np.all(info["is_success"])))
-                        writer.add_scalar("charts/success_rate", np.mean(successes[-100:]), global_step)
-                rollout_returns[step] = discounted_return = rewards + args.gamma * discounted_return
-                discounted_return[done] = 0
-                obs_moments.update(np.concatenate([final_obs, next_obs[done]]))
-                rollout_bootstrap[step] = bootstrap(step, truncated & ~terminated, final_obs)
-                rollout_terminated[step], rollout_keep[step + 1] = terminated, ~done[:, None]
-                rollout_obs[step + 1] = obs_moments.standardise(next_obs)
-                if not np.isfinite([final_obs.sum(), next_obs.sum(), rewards.sum()]).all():
-                    sys.exit(f"{Path(__file__).name}: error: a row is not finite at step {global_step}")
+                    final_obs[index] = infos["final_obs"][index]
+                    log_episode(index)
+                update_moments(rewards, done, final_obs, next_obs)
+                store(actions, rewards, terminated, done, final_obs, next_obs)
 
-            return_moments.update(rollout_returns.reshape(-1, 1))
-            rollout_rewards[:-1] = (rollout_rewards[:-1] / return_moments.std()).clip(-10, 10)
-            buffer.copy_(rollout, non_blocking=True)  # the log waits for it before the rollout changes
+            scale_rewards()
+            buffer.copy_(rollout, non_blocking=True)  # log_losses waits for it
             prepare()
-            for _ in range(args.update_epochs):
-                for indices in torch.randperm(args.num_envs, device=device).chunk(args.num_minibatches):
-                    update(indices)
-                    updates += 1
-                if args.target_kl is not None and losses["approx_kl"] > args.target_kl:  # sync, once an epoch
-                    break
+            updates += learn()
+
+            last = bool(stopping) or global_step + batch_size > args.total_timesteps
             log_losses()
             sps = (global_step - sps_step) / (time.perf_counter() - sps_time)
             writer.add_scalar("charts/SPS", sps, global_step)
-            writer.add_scalar("charts/learning_rate", args.learning_rate * remaining, global_step)
-            bar.postfix = f"SPS {sps:.0f}, return {np.mean(returns[-10:]) if returns else math.nan:.1f}"
+            writer.add_scalar("charts/learning_rate", learning_rate, global_step)
+            bar.set_postfix_str(f"SPS {sps:.0f}, return {np.mean(returns[-10:] or math.nan):.1f}")
             bar.update(global_step - bar.n)
-            progress |= {"global_step": global_step, "updates": updates}
-            if global_step // eval_every > progress["last_eval"] // eval_every:
+            if due(args.eval_every):
                 pause = time.perf_counter()
-                env = make_env(args)
-                scores, _ = evaluate(args, env, agent, partial(best_action, env), stopping)
-                if not stopping:
-                    progress["last_eval"], mean = global_step, float(np.mean(scores))
-                    writer.add_scalar("charts/eval_return", mean, global_step)
-                    if progress["best_eval"] < mean < math.inf:
-                        progress["best_eval"] = mean
-                        save_checkpoint(args, writer, "best.pt", state, progress)
+                videos = folder / f"videos/{global_step}"
+                eval_returns = evaluate(args, agent, remembering(), stopping, videos)
+                if eval_returns:  # none if a signal came
+                    score = float(np.mean(eval_returns))
+                    writer.add_scalar("charts/eval_return", score, global_step)
+                    if best_eval is None or score > best_eval:
+                        best_eval = score
+                        save_checkpoint(folder / "best.pt", args, state)
                 sps_time += time.perf_counter() - pause
-            last = bool(stopping) or global_step + batch_size > args.total_timesteps
-            at_the_end = last and (args.save_model or args.checkpoint_every)
-            if at_the_end or global_step - saved_step >= checkpoint_every:
-                save_checkpoint(args, writer, f"{global_step}.pt", state, progress)
-                saved_step = global_step
+            if due(args.checkpoint_every):
+                writer.flush()  # so that the curves of a run that is killed have no gap
+                progress = [global_step, updates, returns, best_eval]
+                save_checkpoint(folder / "checkpoint.pt", args, state, progress=progress)
 
     # ---- End -----------------------------------------------------------------------------------------------
-    eval_returns, eval_infos = [], []
-    if args.evaluate or (args.eval_episodes and not stopping):
-        env = make_env(args, folder / "evaluation" / "videos" if args.capture_video else None)
-        eval_returns, eval_infos = evaluate(args, env, agent, partial(best_action, env), stopping)
     if args.track:
         for video in sorted(folder.rglob("*.mp4")):
-            wandb.log({str(video.relative_to(folder).with_suffix("")): wandb.Video(str(video))})
+            wandb.log({str(video.relative_to(folder)): wandb.Video(str(video))})
         wandb.finish()  # whose last words come before the summary
-    summary = {"script": Path(__file__).stem, **asdict(args), "total_timesteps": global_step, "sps": sps}
-    summary |= {"device": device.type, "compile": args.compile, "cudagraphs": cudagraphs}  # [fast: one graph]
-    best = progress["best_eval"] if math.isfinite(progress["best_eval"]) else None
-    summary |= {"eval_returns": eval_returns, "best_eval_return": best}
-    eval_successes = [float(np.all(info["is_success"])) for info in eval_infos if "is_success" in info]
-    for name, rates in {"success_rate": successes[-100:], "eval_success_rate": eval_successes}.items():
-        summary[name] = float(np.mean(rates)) if rates else None
-    summary |= {"folder": str(folder), "updates": updates, "episodes": len(returns)}
+    summary = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False, **asdict(args)}
+    summary["cudagraphs"] = cudagraphs  # [fast: graph capture]
+    summary |= {"device": device.type, "folder": str(folder), "best_eval_return": best_eval}
+    summary |= {"total_timesteps": global_step, "updates": updates, "sps": sps, "episodes": len(returns)}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}
-    print(json.dumps(summary))
+    print(json.dumps(summary | {"eval_returns": eval_returns}))
     if stopping:
         sys.exit(128 + stopping[0])

@@ -206,6 +206,10 @@ class RunningMoments:
     def __init__(self, dim: int):
         self.count, self.mean, self.squares = np.zeros(()), np.zeros(dim), np.zeros(dim)
 
+    def tensors(self) -> nn.ParameterDict:
+        """Tensors on the same memory, as a part of checkpoints."""
+        return nn.ParameterDict({name: torch.from_numpy(array) for name, array in vars(self).items()})
+
     def update(self, rows: np.ndarray) -> None:
         """Take in rows (n, dim)."""
         count, added = self.count.item(), len(rows)  # numbers are faster than 0-dim arrays
@@ -389,10 +393,8 @@ if __name__ == "__main__":
     annealed_lr = torch.tensor(args.learning_rate, device=device)  # [fast: numbers as tensors]
     optimizer = Adam(flat_agent.params, annealed_lr, eps=1e-5, max_norm=args.max_grad_norm)
     obs_moments, return_moments = RunningMoments(obs_dim), RunningMoments(1)
-    # What checkpoints hold: add modules and optimizers of your own. Of moments, tensors on the same memory.
-    state = {"agent": agent, "optimizer": optimizer}
-    for name, moments in {"obs_moments": obs_moments, "return_moments": return_moments}.items():
-        state[name] = nn.ParameterDict({key: torch.from_numpy(array) for key, array in vars(moments).items()})
+    state = {"agent": agent, "optimizer": optimizer}  # what checkpoints hold: add modules and optimizers
+    state |= {"obs_moments": obs_moments.tensors(), "return_moments": return_moments.tensors()}
     # Columns of a rollout, in which a row is a whole transition, and of the batch made of it.
     inputs = {"obs": obs_dim, "actions": action_dim}
     columns = inputs | {"rewards": 1, "terminated": 1, "done": 1, "next_obs": obs_dim}
@@ -525,6 +527,12 @@ if __name__ == "__main__":
         if not np.isfinite(rollout[step]).all():
             sys.exit(f"{Path(__file__).name}: error: a row is not finite at step {global_step}")
 
+    def update_moments(rewards, done, final_obs, next_obs) -> None:
+        """Take in what a step showed: observations, and discounted returns, which rewards are scaled with."""
+        rollout_returns[step] = rewards + args.gamma * discounted_return
+        discounted_return[:] = np.where(done, 0, rollout_returns[step])
+        obs_moments.update(np.concatenate([final_obs, next_obs[done]]))
+
     def scale_rewards() -> None:
         """Divide the rewards of a rollout by the standard deviation of discounted returns so far."""
         return_moments.update(rollout_returns.reshape(-1, 1))
@@ -624,9 +632,7 @@ if __name__ == "__main__":
                 for index in np.flatnonzero(done):
                     final_obs[index] = infos["final_obs"][index]
                     log_episode(index)
-                rollout_returns[step] = discounted_return = rewards + args.gamma * discounted_return
-                discounted_return[done] = 0
-                obs_moments.update(np.concatenate([final_obs, next_obs[done]]))
+                update_moments(rewards, done, final_obs, next_obs)
                 final_obs = obs_moments.standardise(final_obs)
                 store(obs, actions, rewards[:, None], terminated[:, None], done[:, None], final_obs)
                 obs = obs_moments.standardise(next_obs).astype(np.float32)
