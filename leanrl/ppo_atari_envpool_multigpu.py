@@ -112,6 +112,8 @@ class Args:
     target_kl: NonNegativeFloat | None = None  # an epoch with a larger KL is the last one of its rollout
 
     def __post_init__(self):  # tyro tells what it raises, and exits with status 2
+        if self.resume or self.evaluate:  # its arguments are those of a checkpoint
+            return
         batch_size = self.num_envs * self.num_steps
         if batch_size % self.num_minibatches or batch_size == self.num_minibatches:
             raise ValueError(f"--num-minibatches takes a smaller divisor of a rollout's {batch_size} steps")
@@ -383,7 +385,7 @@ if __name__ == "__main__":
     torch.manual_seed(args.seed)
 
     global_step, updates, returns, best_eval = checkpoint["progress"] if args.resume else [0, 0, [], None]
-    name = f"{args.env_id.replace('/', '_')}__{args.exp_name}__{args.seed}__{time.time():.6f}"
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}".replace("/", "_").replace(":", "_")
     name = gathered(name)[0]  # [ranks: one run]
     folder = checkpoint["file"].parent if checkpoint else Path(f"runs/{name}")
     sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
@@ -574,10 +576,10 @@ if __name__ == "__main__":
             update(torch.arange(batch_size // args.num_minibatches, device=device))
         for name, item in state.items():
             item.load_state_dict(saved[name])
-    elif args.cudagraphs:
-        print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
     else:
-        print("without --compile and --cudagraphs the eager script is faster than this one", file=sys.stderr)
+        print("without --compile or a captured graph the eager script is faster", file=sys.stderr)
+    if args.cudagraphs and not cudagraphs:
+        print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
 
     # ---- Training ------------------------------------------------------------------------------------------
     if args.evaluate and rank > 0:  # [ranks: one run]
@@ -596,7 +598,8 @@ if __name__ == "__main__":
     if args.track and rank == 0:  # [ranks: one run]
         import wandb
 
-        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": folder.name[-64:]}
+        run = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        run |= {"id": folder.name[-64:], "name": folder.name}
         wandb.init(**run, config=asdict(args), resume="allow", save_code=True, sync_tensorboard=True)
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)

@@ -106,6 +106,8 @@ class Args:
     target_kl: NonNegativeFloat | None = None  # an epoch with a larger KL is the last one of its rollout
 
     def __post_init__(self):  # tyro tells what it raises, and exits with status 2
+        if self.resume or self.evaluate:  # its arguments are those of a checkpoint
+            return
         if self.num_envs % self.num_minibatches:
             raise ValueError(f"--num-minibatches takes a divisor of --num-envs {self.num_envs}")
         batch_size = self.num_envs * self.num_steps
@@ -473,7 +475,7 @@ if __name__ == "__main__":
     torch.manual_seed(args.seed)
 
     global_step, updates, returns, best_eval = checkpoint["progress"] if args.resume else [0, 0, [], None]
-    name = f"{args.env_id.replace('/', '_')}__{args.exp_name}__{args.seed}__{time.time():.6f}"
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}".replace("/", "_").replace(":", "_")
     folder = checkpoint["file"].parent if checkpoint else Path(f"runs/{name}")
     sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
     envs = make_games(args, (sequence.generate_state(args.num_envs) >> 1).tolist(), stack=1)
@@ -659,10 +661,10 @@ if __name__ == "__main__":
         for name, item in state.items():
             item.load_state_dict(saved[name])
         memory.zero_()
-    elif args.cudagraphs:
-        print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
     else:
-        print("without --compile and --cudagraphs the eager script is faster than this one", file=sys.stderr)
+        print("without --compile or a captured graph the eager script is faster", file=sys.stderr)
+    if args.cudagraphs and not cudagraphs:
+        print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
 
     # ---- Training ------------------------------------------------------------------------------------------
     if args.evaluate:
@@ -678,7 +680,8 @@ if __name__ == "__main__":
     if args.track:
         import wandb
 
-        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": folder.name[-64:]}
+        run = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        run |= {"id": folder.name[-64:], "name": folder.name}
         wandb.init(**run, config=asdict(args), resume="allow", save_code=True, sync_tensorboard=True)
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)

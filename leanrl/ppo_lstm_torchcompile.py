@@ -106,6 +106,8 @@ class Args:
     target_kl: NonNegativeFloat | None = None  # an epoch with a larger KL is the last one of its rollout
 
     def __post_init__(self):  # tyro tells what it raises, and exits with status 2
+        if self.resume or self.evaluate:  # its arguments are those of a checkpoint
+            return
         batch_size = self.num_envs * self.num_steps
         if self.num_envs % self.num_minibatches:
             raise ValueError(f"--num-minibatches takes a divisor of --num-envs, {self.num_envs}")
@@ -121,7 +123,7 @@ FIXED = ("env_id", "num_envs")  # --resume may not change these
 # ---- Environment -------------------------------------------------------------------------------------------
 def make_env(args: Args, videos: Path | None) -> gym.Env:
     """Build an environment whose observations are vectors; its first episode is filmed into `videos`."""
-    env = gym.make(args.env_id, render_mode="rgb_array" if videos else None, **args.env_kwargs)
+    env = gym.make(args.env_id, **args.env_kwargs, **({"render_mode": "rgb_array"} if videos else {}))
     if videos:
         env = gym.wrappers.RecordVideo(env, str(videos), lambda episode: episode == 0, disable_logger=True)
     return gym.wrappers.FlattenObservation(env)
@@ -347,7 +349,7 @@ class Flat(nn.Module):
         compute = partial(torch.func.functional_call, self.networks[0], args=inputs)
         if len(self.networks) == 1:
             return compute(views)
-        # [fast: both critics at once] (2, batch, ...): vmap makes one batched product of a layer of both.
+        # (n, batch, ...): vmap makes one batched product of a layer of all.
         return torch.vmap(compute, randomness="different")(views)
 
 
@@ -481,7 +483,7 @@ if __name__ == "__main__":
 
     start = [0, 0, [], None]
     global_step, updates, returns, best_eval = checkpoint["progress"] if args.resume else start
-    name = f"{args.env_id.replace('/', '_')}__{args.exp_name}__{args.seed}__{time.time():.6f}"
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}".replace("/", "_").replace(":", "_")
     folder = checkpoint["file"].parent if checkpoint else Path(f"runs/{name}")
     envs = make_envs(args, args.num_envs)
     obs_dim, action_space = envs.single_observation_space.shape[0], envs.single_action_space
@@ -551,10 +553,11 @@ if __name__ == "__main__":
         if cut.any():
             obs = np.concatenate([rollout_obs[: step + 1, cut], final_obs[None, cut].astype(np.float32)])
             keep = np.concatenate([rollout_keep[: step + 1, cut], np.ones((1, cut.sum(), 1), np.float32)])
-            initial = first_memory[1, torch.from_numpy(cut)]
+            initial = first_memory.index_select(1, torch.from_numpy(np.flatnonzero(cut)).to(device))
             with torch.no_grad():
                 obs, keep = torch.from_numpy(obs).to(device), torch.from_numpy(keep).to(device)
-                values[cut] = agent.critic(obs, keep, initial)[0][-1].cpu().numpy()  # sync
+                *_, of_steps, _ = agent(obs, keep, initial)
+            values[cut] = of_steps[-1].cpu().numpy()  # sync
         return values
 
     def remembering() -> Callable:
@@ -703,10 +706,10 @@ if __name__ == "__main__":
         for name, item in state.items():
             item.load_state_dict(saved[name])
         memory.zero_()
-    elif args.cudagraphs:
-        print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
     else:
-        print("without --compile and --cudagraphs the eager script is faster than this one", file=sys.stderr)
+        print("without --compile or a captured graph the eager script is faster", file=sys.stderr)
+    if args.cudagraphs and not cudagraphs:
+        print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
 
     # ---- Training ------------------------------------------------------------------------------------------
     if args.evaluate:
@@ -721,7 +724,8 @@ if __name__ == "__main__":
     if args.track:
         import wandb
 
-        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": folder.name[-64:]}
+        run = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        run |= {"id": folder.name[-64:], "name": folder.name}
         wandb.init(**run, config=asdict(args), resume="allow", save_code=True, sync_tensorboard=True)
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)

@@ -89,6 +89,8 @@ class Args:
     exploration_noise: NonNegativeFloat = 0.1  # the standard deviation of the exploration noise
 
     def __post_init__(self):  # tyro tells what it raises, and exits with status 2
+        if self.resume or self.evaluate:  # its arguments are those of a checkpoint
+            return
         if self.buffer_size // self.num_envs * self.num_envs < self.batch_size:
             raise ValueError("--buffer-size has to hold a batch, of whole steps of all environments")
 
@@ -99,7 +101,7 @@ FIXED = ("env_id", "num_envs", "buffer_size", "learning_rate")  # --resume may n
 # ---- Environment -------------------------------------------------------------------------------------------
 def make_env(args: Args, videos: Path | None) -> gym.Env:
     """Build an environment whose observations are vectors; its first episode is filmed into `videos`."""
-    env = gym.make(args.env_id, render_mode="rgb_array" if videos else None, **args.env_kwargs)
+    env = gym.make(args.env_id, **args.env_kwargs, **({"render_mode": "rgb_array"} if videos else {}))
     if videos:
         env = gym.wrappers.RecordVideo(env, str(videos), lambda episode: episode == 0, disable_logger=True)
     return gym.wrappers.FlattenObservation(env)
@@ -224,7 +226,7 @@ if __name__ == "__main__":
 
     start = [0, 0, 0.0, [], None]
     global_step, updates, updates_due, returns, best_eval = checkpoint["progress"] if args.resume else start
-    name = f"{args.env_id.replace('/', '_')}__{args.exp_name}__{args.seed}__{time.time():.6f}"
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}".replace("/", "_").replace(":", "_")
     folder = checkpoint["file"].parent if checkpoint else Path(f"runs/{name}")
     envs = make_envs(args, args.num_envs)
     obs_dim, action_space = envs.single_observation_space.shape[0], envs.single_action_space
@@ -346,7 +348,8 @@ if __name__ == "__main__":
     if args.track:
         import wandb
 
-        run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": folder.name[-64:]}
+        run = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        run |= {"id": folder.name[-64:], "name": folder.name}
         wandb.init(**run, config=asdict(args), resume="allow", save_code=True, sync_tensorboard=True)
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)

@@ -436,24 +436,19 @@ def choosing(kind: type[gym.Env]) -> type[gym.Env]:
     return Choosing
 
 
-def plain(kind: type[gym.Env]) -> Callable[..., gym.Env]:
-    """A kind of environment that is asked for a render mode."""
-    return lambda render_mode=None, **options: kind(**options)
-
-
 def register(kind: type[gym.Env], name: str = "", **options) -> None:
     """Let gym.make find a kind of environment, with actions of either sort."""
     for suffix, either in {"": kind, "Choices": choosing(kind)}.items():
-        gym.register(f"{name or kind.__name__}{suffix}-v0", entry_point=plain(either), kwargs=options)
+        gym.register(f"{name or kind.__name__}{suffix}-v0", entry_point=either, kwargs=options)
 
 
-KINDS = (Scripted, Balance, Careless, Goal, Faulty, Bytes, Interrupted, Integers, Parts, Lists, Cue, Talkative)
-for kind in KINDS:
+KINDS = (Scripted, Balance, Careless, Goal, Faulty, Bytes, Interrupted, Integers, Parts, Lists, Cue)
+for kind in (*KINDS, Talkative):
     register(kind)
 for suffix, options in {"": {}, "Choices": {"choices": 3}, "Next": {"mode": AutoresetMode.NEXT_STEP}}.items():
     gym.register(f"Walks{suffix}-v0", vector_entry_point=Walks, kwargs=options)
-gym.register("Codes-v0", entry_point=plain(Codes))
-gym.register("Masked-v0", entry_point=plain(Masked))
+gym.register("Codes-v0", entry_point=Codes)
+gym.register("Masked-v0", entry_point=Masked)
 register(Careless, "Unbounded", low=-np.inf, high=np.inf)
 # The value is the observation.
 SEEN = {"observe": lambda _, rng: rng.uniform(-1, 1), "reward": lambda _, seen: seen}

@@ -247,7 +247,7 @@ def test_two_of_one_function_do_not_take_each_other_for_themselves(direct):
             "size = torch.tensor(min(global_step, capacity))",
             r"shape \[\] was replaced",
         ),
-        (PPO, "annealed_lr.fill_(args.learning_rate * remaining)", "args.vf_coef = remaining", "vf_coef"),
+        (PPO, "annealed_lr.fill_(learning_rate)", "args.vf_coef = learning_rate", "vf_coef"),
     ],
 )
 def test_what_a_compiled_script_would_not_see_ends_its_run(name, written, bound, message):

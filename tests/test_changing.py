@@ -111,7 +111,8 @@ def test_an_agent_sees_some_parts_of_an_observation():
 
 def test_masked_actions_are_never_taken():
     """By an environment that does not take them, in training and evaluation; entropy stays a number."""
-    args = ("--env-id", "envs:Masked-v0", "--num-steps", 64, "--total-timesteps", 512, "--eval-every", 512, "--eval-episodes", 2)
+    args = ("--env-id", "envs:Masked-v0", "--num-steps", 64, "--total-timesteps", 512)
+    args += ("--eval-every", 512, "--eval-episodes", 2)
     results = []
     for name, *flags in (("ppo",), ("ppo_torchcompile", "--compile")):
         torch._dynamo.reset()
