@@ -508,9 +508,8 @@ if __name__ == "__main__":
 
     def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor) -> Tensor:
         """Generalised advantage estimates (Schulman et al., arXiv:1506.02438, equation 16), all (T, n, 1)."""
-        deltas = rewards + args.gamma * (1 - terminated) * next_values - values
+        advantages = rewards + args.gamma * (1 - terminated) * next_values - values
         discounts = args.gamma * args.gae_lambda * (1 - done)
-        advantages = deltas.clone()
         for t in reversed(range(args.num_steps - 1)):
             advantages[t] += discounts[t] * advantages[t + 1]
         return advantages
@@ -520,7 +519,7 @@ if __name__ == "__main__":
         with torch.no_grad():
             rows = split(buffer, columns)
             logits, values = agent(rows["obs"])
-            next_values = agent.critic(rows["next_obs"]).float()
+            *_, next_values = agent(rows["next_obs"])
             log_prob, _ = categorical_log_prob(rows["actions"], logits, nvec)
             advantages = gae(rows["rewards"], values, next_values, rows["terminated"], rows["done"])
             targets = advantages + values

@@ -678,10 +678,10 @@ if __name__ == "__main__":
 
     def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor) -> Tensor:
         """Generalised advantage estimates (Schulman et al., arXiv:1506.02438, equation 16), all (T, n, 1)."""
-        deltas = rewards + args.gamma * (1 - terminated) * next_values - values
+        advantages = rewards + args.gamma * (1 - terminated) * next_values - values
         discounts = args.gamma * args.gae_lambda * (1 - done)
         # [fast: scan by doubling] After k rounds an estimate holds 2^k terms. For 2048 steps 0.2 ms, not 9.
-        advantages, shift = deltas, 1
+        shift = 1
         while shift < args.num_steps:
             later = (0, 0, 0, 0, 0, shift)  # rows of zeros where there are none
             advantages = advantages + discounts * nn.functional.pad(advantages[shift:], later)
@@ -694,7 +694,7 @@ if __name__ == "__main__":
         with torch.no_grad():
             rows = split(buffer, columns)
             mean, log_std, values = agent(rows["obs"])
-            next_values = agent.critic(rows["next_obs"]).float()
+            *_, next_values = agent(rows["next_obs"])
             log_prob = normal_log_prob(rows["actions"], mean, log_std)
             advantages = gae(rows["rewards"], values, next_values, rows["terminated"], rows["done"])
             targets = advantages + values

@@ -107,7 +107,7 @@ def shared(name: str, text: str) -> str:
                 text = text.replace(definition(text, title), definition(other, title))
     if name.endswith("_multigpu"):
         twin = (LEANRL / f"{name.removesuffix('_multigpu')}_torchcompile.py").read_text()
-        own = ("class Adam(", "def make_envs(") if "envpool" in name else ("class Adam(",)
+        own = ("class Adam(", "def make_envs(")
         for part in ("Environment", "Networks"):
             for title in re.findall(r"(?m)^(?:class|def) \w+[(:]", section(twin, part)):
                 if title not in own:
