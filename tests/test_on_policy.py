@@ -39,7 +39,7 @@ CONTINUOUS = [name for name in ON_POLICY if conftest.algorithm(name).actions == 
 continuous = pytest.mark.parametrize("name", CONTINUOUS)
 discrete = pytest.mark.parametrize("name", [name for name in PPO if name in conftest.DISCRETE])
 # Environments, steps of a rollout and steps in all: rollouts that begin and end everywhere in the scripts.
-# Some begin or end with a row that is not valid, or have such rows in several environments at once.
+# Some of Atari's begin or end with a row that is not valid, or have such rows in several games at once.
 CASES = [(1, 6, 6), (1, 6, 12), (1, 6, 36), (3, 7, 21), (3, 7, 42), (3, 7, 84), (4, 1, 24), (2, 30, 120)]
 GAMMA, LAMBDA = 0.9, 0.8
 COLUMNS = ("reward", "values", "next_values", "terminated", "over")  # over: another episode, or life, follows
@@ -62,7 +62,8 @@ def history(name: str, result: dict) -> list[tuple[Row, ...]]:
     """All steps of a run, and the one that the last rollout ended with: a row for each environment."""
     args, envs, steps, real = result["args"], instances(result), [], 0
     if name not in ATARI:
-        worlds = [shown_by(env, result["global_step"] // args.num_envs) for env in envs]
+        count = args.total_timesteps // (args.num_envs * args.num_steps) * args.num_steps
+        worlds = [shown_by(env, count) for env in envs]
         return [*zip(*([row for _, row in world if row.valid] for world in worlds), strict=True)]
     world = zip(*map(game_rows, envs[0].seeds), strict=True)
     while real + args.num_envs * args.num_steps <= args.total_timesteps:
