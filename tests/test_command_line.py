@@ -121,7 +121,7 @@ def test_an_error_in_an_environment_of_the_users_own_shows_its_traceback(name):
 def test_an_environment_beside_the_current_folder_is_found(tmp_path, monkeypatch):
     """In a module there, which registers it."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    lines = ("import gymnasium, envs", "gymnasium.register('Mine-v0', entry_point=envs.plain(envs.Scripted))")
+    lines = ("import gymnasium, envs", "gymnasium.register('Mine-v0', entry_point=envs.Scripted)")
     (tmp_path / "of_mine.py").write_text("\n".join(lines))
     assert run(TD3, *SHORT[TD3], "--env-id", "of_mine:Mine-v0", directory=tmp_path)["updates"] > 0
 
