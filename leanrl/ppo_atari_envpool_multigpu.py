@@ -564,8 +564,7 @@ if __name__ == "__main__":
     # [fast: graph capture] One launch for all kernels of a call.
     cudagraphs = args.cudagraphs and device.type == "cuda"
     if cudagraphs:
-        captured = partial(CudaGraphModule, warmup=5, device=device)
-        act, prepare, update = captured(act), captured(prepare), captured(update)
+        act, prepare, update = map(partial(CudaGraphModule, warmup=5, device=device), (act, prepare, update))
     # [fast: warm-up] Compile, warm up and capture before the first step, on the state, and put it back.
     if args.compile or cudagraphs:
         saved = {name: copy.deepcopy(item.state_dict()) for name, item in state.items()}

@@ -31,8 +31,9 @@ def row(command: str) -> str:
         num_envs = int(options[-1]) if options else 2
         args = (*ROLLOUTS, "--num-envs", num_envs, "--total-timesteps", 32 * num_envs)
     # Of one with a memory in a world that cuts no episode: what that costs beyond other steps is not counted.
-    ends = patch.multiple("envs", TERMINATED=(1,) * 8, TRUNCATED=(0,) * 8) if name in MEMORY else nullcontext()
-    with ends, counted_traffic() as traffic, TemporaryDirectory() as directory:
+    terminate = patch.multiple("envs", TERMINATED=(1,) * 8, TRUNCATED=(0,) * 8)
+    world = terminate if name in MEMORY else nullcontext()
+    with world, counted_traffic() as traffic, TemporaryDirectory() as directory:
         args += (*SAVED, "--eval-every", 10**6, "--eval-episodes", 1)
         run = play(name, *args, cuda=True, directory=Path(directory))
         assert checkpoint(Path(directory))
