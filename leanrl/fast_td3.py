@@ -30,6 +30,7 @@ import copy
 import importlib
 import json
 import math
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -57,13 +58,13 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
 
 
-@dataclass(config={"allow_inf_nan": False})  # of pydantic, which checks types; tyro tells what they take
+@dataclass(config={"allow_inf_nan": False})  # pydantic checks the types, tyro prints what it says
 class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"  # of networks; bfloat16 is for AMX and GPUs
-    torch_deterministic: bool = False  # only what a GPU repeats, with CUBLAS_WORKSPACE_CONFIG=:4096:8
+    torch_deterministic: bool = False  # deterministic algorithms only; needs CUBLAS_WORKSPACE_CONFIG=:4096:8
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
@@ -103,6 +104,8 @@ class Args:
     def __post_init__(self):  # tyro tells what it raises, and exits with status 2
         if self.resume or self.evaluate:  # its arguments are those of a checkpoint
             return
+        if self.capture_video and not self.eval_every:
+            raise ValueError("--capture-video films evaluations: give --eval-every, too")
         if self.buffer_size // self.num_envs * self.num_envs < self.batch_size:
             raise ValueError("--buffer-size has to hold a batch, of whole steps of all environments")
         if self.v_min >= self.v_max:
@@ -227,14 +230,14 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     else:
         env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(num_envs)]
         envs = Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
-    mode = envs.metadata["autoreset_mode"]
+    mode = envs.metadata.get("autoreset_mode")
     if mode != AutoresetMode.SAME_STEP:
         sys.exit(f"--env-id takes environments with SAME_STEP autoreset, not {mode}")
     return envs
 
 
 class Envs(SyncVectorEnv):
-    """Environments stepped in turn. Of infos they give `final_obs` alone: to merge all takes 10 of 74 us."""
+    """Environments stepped in turn, whose infos have `final_obs` alone: merging the rest is slow."""
 
     def _add_info(self, infos: dict, info: dict, index: int) -> dict:
         if "final_obs" in info:
@@ -246,6 +249,7 @@ class Pool(VectorEnv):
     """EnvPool's environments, with vectors as observations: of named parts in the order of their names."""
 
     def __init__(self, task: str, num_envs: int, keys=(), **options):
+        options.setdefault("num_threads", min(len(os.sched_getaffinity(0)), num_envs))
         self.make = partial(envpool.make_gymnasium, task, num_envs=num_envs, **options)
         self.metadata, self.num_envs = {"autoreset_mode": AutoresetMode.SAME_STEP}, num_envs
         self.parts, spec = {}, envpool.make_spec(task, **options)
@@ -274,7 +278,7 @@ class Pool(VectorEnv):
 
 
 def in_bounds(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
-    """Actions in [-1, 1], (n, action_dim), scaled to the bounds of a space, by which rounding is cut."""
+    """Scale actions (n, action_dim) from [-1, 1] to the bounds of a space; scaling may round past them."""
     middle, half = (space.high + space.low) / 2, (space.high - space.low) / 2
     return (middle + actions * half).clip(space.low, space.high)
 
@@ -284,12 +288,15 @@ def parse_args() -> tuple[Args, dict]:
     """The arguments, and the checkpoint that gives --resume and --evaluate those that are not typed."""
     args, checkpoint = tyro.cli(Args), {}
     if args.resume or args.evaluate:
-        file = Path(args.evaluate or Path(args.resume, "checkpoint.pt"))
+        file = Path(args.evaluate or Path(args.resume, "checkpoint.pt")).resolve()
+        if not file.exists():
+            sys.exit(f"there is no {file}; a run of LeanRL 0.2 goes on with its own scripts")
         checkpoint = torch.load(file, map_location="cpu", weights_only=True) | {"file": file}
         if "save_model" in checkpoint["args"]:
             sys.exit(f"{file} is of LeanRL 0.2, whose scripts go on with it")
         saved = {name: value for name, value in checkpoint["args"].items() if name in Args.__annotations__}
         args = tyro.cli(Args, default=Args(**saved))
+        Args(**asdict(args) | {"resume": None, "evaluate": None})  # checks what is typed beside what is saved
         for name in FIXED if args.resume else ():
             if getattr(args, name) != saved[name]:
                 sys.exit(f"--{name.replace('_', '-')} has to stay {saved[name]}, as in {file}")
@@ -304,7 +311,7 @@ def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) 
 
 
 def evaluate(args: Args, network: nn.Module, policy: Callable, stopping: list[int], videos: Path) -> list:
-    """Returns of whole episodes, one in each of as many environments, by a policy from obs to actions."""
+    """Returns of an episode in each of `--eval-episodes` environments, by a policy from obs to actions."""
     network.eval()  # as dropout and batch normalisation ask for
     returns, playing = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
     seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes) >> 1
@@ -314,7 +321,7 @@ def evaluate(args: Args, network: nn.Module, policy: Callable, stopping: list[in
             obs, rewards, terminated, truncated, _ = envs.step(policy(obs))
             returns[playing] += rewards[playing]
             playing &= ~(terminated | truncated)
-            if not (np.isfinite(obs).all() and np.isfinite(returns).all()):
+            if not (np.isfinite(obs[playing]).all() and np.isfinite(returns).all()):
                 sys.exit(f"{Path(__file__).name}: error: an evaluation is not finite")
     network.train()
     return [] if stopping else returns.tolist()
@@ -342,7 +349,7 @@ if __name__ == "__main__":
     obs_dim, action_space = envs.single_observation_space.shape[0], envs.single_action_space
     if not (isinstance(action_space, gym.spaces.Box) and action_space.is_bounded()):
         sys.exit(f"--env-id takes bounded vectors as actions, not {action_space}")
-    action_dim = action_space.shape[0]
+    (action_dim,) = action_space.shape
 
     # Only the critics see a privileged state, which comes before `state`, if it is not all that there is.
     parts = getattr(envs, "parts", {})
@@ -467,7 +474,7 @@ if __name__ == "__main__":
                 print(f"--v-min and --v-max cut off {loss:.0%} of the target probabilities", file=sys.stderr)
 
     def due(every: int | None) -> bool:
-        """Whether something is to be done now that is done every so many agent steps, and at the end."""
+        """True once in so many agent steps, and in the last step; never if None."""
         return every is not None and (last or global_step % every < args.num_envs)
 
     def stop(number: int, _) -> None:
@@ -475,13 +482,14 @@ if __name__ == "__main__":
         stopping.append(number)
         signal.signal(number, signal.SIG_DFL)
 
-    # ---- Training ------------------------------------------------------------------------------------------
     if args.evaluate:
         actor.load_state_dict(checkpoint["actor"])
         obs_normalizer.load_state_dict(checkpoint["obs_normalizer"])
         eval_returns = evaluate(args, actor, best_actions, stopping, folder / f"videos/{time.time():.0f}")
         print(json.dumps(asdict(args) | {"eval_returns": eval_returns}))
         sys.exit()
+
+    # ---- Training ------------------------------------------------------------------------------------------
     if args.resume:
         for name, item in state.items():
             item.load_state_dict(checkpoint[name])
@@ -537,7 +545,7 @@ if __name__ == "__main__":
             obs = next_obs.astype(np.float32)
 
             last = bool(stopping) or global_step >= args.total_timesteps
-            if due(args.log_every):
+            if due(args.log_every) or due(args.checkpoint_every):
                 if updates >= first_update + args.policy_frequency:  # all losses are known
                     log_losses()
                 sps = (global_step - sps_step) / (time.perf_counter() - sps_time)
@@ -554,6 +562,7 @@ if __name__ == "__main__":
                         best_eval = score
                         save_checkpoint(folder / "best.pt", args, state)
                 sps_time += time.perf_counter() - pause
+            last = last or bool(stopping)  # a signal may have come in the evaluation
             if due(args.checkpoint_every):
                 writer.flush()  # so that the curves of a run that is killed have no gap
                 rows = buffer[:size].to("cpu", copy=True)  # a view would be saved with all of its memory

@@ -51,13 +51,13 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
 
 
-@dataclass(config={"allow_inf_nan": False})  # of pydantic, which checks types; tyro tells what they take
+@dataclass(config={"allow_inf_nan": False})  # pydantic checks the types, tyro prints what it says
 class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"  # of networks; bfloat16 is for AMX and GPUs
-    torch_deterministic: bool = False  # only what a GPU repeats, with CUBLAS_WORKSPACE_CONFIG=:4096:8
+    torch_deterministic: bool = False  # deterministic algorithms only; needs CUBLAS_WORKSPACE_CONFIG=:4096:8
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
@@ -90,6 +90,8 @@ class Args:
     def __post_init__(self):  # tyro tells what it raises, and exits with status 2
         if self.resume or self.evaluate:  # its arguments are those of a checkpoint
             return
+        if self.capture_video and not self.eval_every:
+            raise ValueError("--capture-video films evaluations: give --eval-every, too")
         batch_size = self.num_envs * self.num_steps
         if self.num_envs % self.num_minibatches:
             raise ValueError(f"--num-minibatches takes a divisor of --num-envs, {self.num_envs}")
@@ -122,14 +124,14 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     else:
         env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(num_envs)]
         envs = Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
-    mode = envs.metadata["autoreset_mode"]
+    mode = envs.metadata.get("autoreset_mode")
     if mode != AutoresetMode.SAME_STEP:
         sys.exit(f"--env-id takes environments with SAME_STEP autoreset, not {mode}")
     return envs
 
 
 class Envs(SyncVectorEnv):
-    """Environments stepped in turn. Of infos they give `final_obs` alone: to merge all takes 10 of 74 us."""
+    """Environments stepped in turn, whose infos have `final_obs` alone: merging the rest is slow."""
 
     def _add_info(self, infos: dict, info: dict, index: int) -> dict:
         if "final_obs" in info:
@@ -262,12 +264,15 @@ def parse_args() -> tuple[Args, dict]:
     """The arguments, and the checkpoint that gives --resume and --evaluate those that are not typed."""
     args, checkpoint = tyro.cli(Args), {}
     if args.resume or args.evaluate:
-        file = Path(args.evaluate or Path(args.resume, "checkpoint.pt"))
+        file = Path(args.evaluate or Path(args.resume, "checkpoint.pt")).resolve()
+        if not file.exists():
+            sys.exit(f"there is no {file}; a run of LeanRL 0.2 goes on with its own scripts")
         checkpoint = torch.load(file, map_location="cpu", weights_only=True) | {"file": file}
         if "save_model" in checkpoint["args"]:
             sys.exit(f"{file} is of LeanRL 0.2, whose scripts go on with it")
         saved = {name: value for name, value in checkpoint["args"].items() if name in Args.__annotations__}
         args = tyro.cli(Args, default=Args(**saved))
+        Args(**asdict(args) | {"resume": None, "evaluate": None})  # checks what is typed beside what is saved
         for name in FIXED if args.resume else ():
             if getattr(args, name) != saved[name]:
                 sys.exit(f"--{name.replace('_', '-')} has to stay {saved[name]}, as in {file}")
@@ -282,7 +287,7 @@ def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) 
 
 
 def evaluate(args: Args, network: nn.Module, policy: Callable, stopping: list[int], videos: Path) -> list:
-    """Returns of whole episodes, one in each of as many environments, by a policy from obs to actions."""
+    """Returns of an episode in each of `--eval-episodes` environments, by a policy from obs to actions."""
     network.eval()  # as dropout and batch normalisation ask for
     returns, playing = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
     seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes) >> 1
@@ -292,7 +297,7 @@ def evaluate(args: Args, network: nn.Module, policy: Callable, stopping: list[in
             obs, rewards, terminated, truncated, _ = envs.step(policy(obs))
             returns[playing] += rewards[playing]
             playing &= ~(terminated | truncated)
-            if not (np.isfinite(obs).all() and np.isfinite(returns).all()):
+            if not (np.isfinite(obs[playing]).all() and np.isfinite(returns).all()):
                 sys.exit(f"{Path(__file__).name}: error: an evaluation is not finite")
     network.train()
     return [] if stopping else returns.tolist()
@@ -502,7 +507,7 @@ if __name__ == "__main__":
         episode_return[index] = episode_length[index] = 0
 
     def due(every: int | None) -> bool:
-        """Whether something is to be done now that is done every so many agent steps, and at the end."""
+        """True once in so many agent steps, and in the last step; never if None."""
         return every is not None and (last or global_step % every < batch_size)
 
     def stop(number: int, _) -> None:
@@ -510,12 +515,13 @@ if __name__ == "__main__":
         stopping.append(number)
         signal.signal(number, signal.SIG_DFL)
 
-    # ---- Training ------------------------------------------------------------------------------------------
     if args.evaluate:
         agent.load_state_dict(checkpoint["agent"])
         eval_returns = evaluate(args, agent, remembering(), stopping, folder / f"videos/{time.time():.0f}")
         print(json.dumps(asdict(args) | {"eval_returns": eval_returns}))
         sys.exit()
+
+    # ---- Training ------------------------------------------------------------------------------------------
     if args.resume:
         for name, item in state.items():
             item.load_state_dict(checkpoint[name])
@@ -581,6 +587,7 @@ if __name__ == "__main__":
                         best_eval = score
                         save_checkpoint(folder / "best.pt", args, state)
                 sps_time += time.perf_counter() - pause
+            last = last or bool(stopping)  # a signal may have come in the evaluation
             if due(args.checkpoint_every):
                 writer.flush()  # so that the curves of a run that is killed have no gap
                 progress = [global_step, updates, returns, best_eval]

@@ -65,13 +65,13 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
 
 
-@dataclass(config={"allow_inf_nan": False})  # of pydantic, which checks types; tyro tells what they take
+@dataclass(config={"allow_inf_nan": False})  # pydantic checks the types, tyro prints what it says
 class Args:
     exp_name: str = Path(__file__).stem  # the name of this experiment
     seed: NonNegativeInt = 1  # seed of the experiment
     cuda: bool = True  # use a CUDA device if there is one
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"  # of networks; bfloat16 is for AMX and GPUs
-    torch_deterministic: bool = False  # only what a GPU repeats, with CUBLAS_WORKSPACE_CONFIG=:4096:8
+    torch_deterministic: bool = False  # deterministic algorithms only; needs CUBLAS_WORKSPACE_CONFIG=:4096:8
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
@@ -104,6 +104,8 @@ class Args:
     def __post_init__(self):  # tyro tells what it raises, and exits with status 2
         if self.resume or self.evaluate:  # its arguments are those of a checkpoint
             return
+        if self.capture_video and not self.eval_every:
+            raise ValueError("--capture-video films evaluations: give --eval-every, too")
         batch_size = self.num_envs * self.num_steps
         if batch_size % self.num_minibatches or batch_size == self.num_minibatches:
             raise ValueError(f"--num-minibatches takes a smaller divisor of a rollout's {batch_size} steps")
@@ -316,12 +318,15 @@ def parse_args() -> tuple[Args, dict]:
     """The arguments, and the checkpoint that gives --resume and --evaluate those that are not typed."""
     args, checkpoint = tyro.cli(Args), {}
     if args.resume or args.evaluate:
-        file = Path(args.evaluate or Path(args.resume, "checkpoint.pt"))
+        file = Path(args.evaluate or Path(args.resume, "checkpoint.pt")).resolve()
+        if not file.exists():
+            sys.exit(f"there is no {file}; a run of LeanRL 0.2 goes on with its own scripts")
         checkpoint = torch.load(file, map_location="cpu", weights_only=True) | {"file": file}
         if "save_model" in checkpoint["args"]:
             sys.exit(f"{file} is of LeanRL 0.2, whose scripts go on with it")
         saved = {name: value for name, value in checkpoint["args"].items() if name in Args.__annotations__}
         args = tyro.cli(Args, default=Args(**saved))
+        Args(**asdict(args) | {"resume": None, "evaluate": None})  # checks what is typed beside what is saved
         for name in FIXED if args.resume else ():
             if getattr(args, name) != saved[name]:
                 sys.exit(f"--{name.replace('_', '-')} has to stay {saved[name]}, as in {file}")
@@ -478,13 +483,20 @@ if __name__ == "__main__":
         rollout_obs[row].copy_(frames.permute(0, 2, 3, 1))
 
     def due(every: int | None) -> bool:
-        """Whether something is to be done now that is done every so many agent steps, and at the end."""
+        """True once in so many agent steps, and in the last step; never if None."""
         return every is not None and (last or global_step // every > rollout_step // every)
 
     def stop(number: int, _) -> None:
-        """Have Ctrl+C and what Slurm sends end the run after its step; the same again ends it at once."""
+        """Have Ctrl+C and what Slurm sends end the run after its rollout; the same again ends it at once."""
         stopping.append(number)
         signal.signal(number, signal.SIG_DFL)
+
+    if args.evaluate:
+        q_network.load_state_dict(checkpoint["q_network"])
+        videos = folder / f"videos/{time.time():.0f}"
+        eval_returns = evaluate_games(args, q_network, best_actions, stopping, videos)
+        print(json.dumps(asdict(args) | {"eval_returns": eval_returns}))
+        sys.exit()
 
     # [fast: one graph] Policy, preparation of the batch, gradient step.
     if args.compile:
@@ -513,12 +525,6 @@ if __name__ == "__main__":
         print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
 
     # ---- Training ------------------------------------------------------------------------------------------
-    if args.evaluate:
-        q_network.load_state_dict(checkpoint["q_network"])
-        videos = folder / f"videos/{time.time():.0f}"
-        eval_returns = evaluate_games(args, q_network, best_actions, stopping, videos)
-        print(json.dumps(asdict(args) | {"eval_returns": eval_returns}))
-        sys.exit()
     if args.resume:
         for name, item in state.items():
             item.load_state_dict(checkpoint[name])
@@ -590,6 +596,7 @@ if __name__ == "__main__":
                         best_eval = score
                         save_checkpoint(folder / "best.pt", args, state)
                 sps_time += time.perf_counter() - pause
+            last = last or bool(stopping)  # a signal may have come in the evaluation
             if due(args.checkpoint_every):
                 writer.flush()  # so that the curves of a run that is killed have no gap
                 progress = [global_step, updates, returns, best_eval]

@@ -186,7 +186,7 @@ def test_summary_bar_and_logs(name, tmp_path, capfd):
     assert re.search(rf"\r[^\r]*{steps}/300 \[[^\r]*, SPS \d+, return {recent}\]", printed.err)
 
     [folder] = (tmp_path / "runs").iterdir()
-    assert re.fullmatch(rf"{args['env_id']}__an_experiment__1__\d{{10}}\.\d{{6}}", folder.name)
+    assert re.fullmatch(rf"{args['env_id'].replace(':', '_')}__an_experiment__1__\d{{10}}\.\d+", folder.name)
     assert not [*folder.glob("*.pt")]
     logged = conftest.curves(folder)
     scheduled = {"epsilon": takes(name, "start_e"), "learning_rate": name not in OFF_POLICY}
@@ -226,7 +226,7 @@ def test_tracking_works_offline(tmp_path):
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_without_flags_says_that_eager_code_is_faster(name, capfd):
     play(name, *SHORT[name])
-    assert "without --compile and --cudagraphs the eager script is faster" in capfd.readouterr().err
+    assert "without --compile or a captured graph the eager script is faster" in capfd.readouterr().err
 
 
 # ---- Videos ------------------------------------------------------------------------------------------------
