@@ -94,13 +94,12 @@ class Args:
             return
         if self.capture_video and not self.eval_every:
             raise ValueError("--capture-video films evaluations: give --eval-every, too")
-        batch_size = self.num_envs * self.num_steps
         if self.num_envs % self.num_minibatches:
             raise ValueError(f"--num-minibatches takes a divisor of --num-envs, {self.num_envs}")
-        if batch_size == self.num_minibatches:
+        if self.num_envs * self.num_steps == self.num_minibatches:
             raise ValueError("--num-steps has to be at least 2 where a minibatch is one environment")
-        if self.total_timesteps < batch_size:
-            raise ValueError(f"--total-timesteps has to hold the {batch_size} steps of a rollout")
+        if self.total_timesteps < self.num_envs * self.num_steps:
+            raise ValueError("--total-timesteps has to hold a rollout, --num-steps of --num-envs")
 
 
 FIXED = ("env_id", "num_envs")  # --resume may not change these
