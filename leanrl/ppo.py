@@ -477,6 +477,7 @@ if __name__ == "__main__":
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}
-    print(json.dumps(summary | {"eval_returns": eval_returns}))
+    summary["eval_returns"] = eval_returns
+    print(json.dumps(summary))
     if stopping:
         sys.exit(128 + stopping[0])

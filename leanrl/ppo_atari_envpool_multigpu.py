@@ -703,7 +703,8 @@ if __name__ == "__main__":
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}
     if rank == 0:  # [ranks: one run]
-        print(json.dumps(summary | {"eval_returns": eval_returns}))
+        summary["eval_returns"] = eval_returns
+        print(json.dumps(summary))
     gathered(None)  # nobody leaves before rank 0 is done: torchrun ends all when one has failed
     if cudagraphs:
         del act, prepare, update  # NCCL would wait for the graphs that hold its operations

@@ -45,7 +45,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter
@@ -88,7 +88,7 @@ class Args:
     q_lr: NonNegativeFloat = 1e-3  # the learning rate of the critics and of the entropy coefficient
     policy_frequency: PositiveInt = 2  # every so many gradient steps the actor is updated, as many times
     target_network_frequency: PositiveInt = 1  # gradient steps between two updates of the target networks
-    alpha: PositiveFloat = 0.2  # the entropy coefficient under --no-autotune
+    alpha: NonNegativeFloat = 0.2  # the entropy coefficient under --no-autotune
     autotune: bool = True  # learn the entropy coefficient
 
     def __post_init__(self):  # tyro tells what it raises, and exits with status 2
@@ -258,7 +258,7 @@ if __name__ == "__main__":
     actor = Actor(obs_dim, action_dim, device)
     qf1, qf2 = QNetwork(obs_dim, action_dim, device), QNetwork(obs_dim, action_dim, device)
     qf1_target, qf2_target = (copy.deepcopy(qf).requires_grad_(False) for qf in (qf1, qf2))
-    log_alpha = nn.Parameter(torch.tensor(0.0 if args.autotune else math.log(args.alpha), device=device))
+    log_alpha = nn.Parameter(torch.tensor(1.0 if args.autotune else args.alpha, device=device).log())
     target_entropy = -action_dim  # appendix D
     actor_optimizer = optim.Adam(actor.parameters(), lr=args.policy_lr, fused=True)
     q_optimizer = optim.Adam([*qf1.parameters(), *qf2.parameters()], lr=args.q_lr, fused=True)
@@ -465,6 +465,7 @@ if __name__ == "__main__":
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}
-    print(json.dumps(summary | {"eval_returns": eval_returns}))
+    summary["eval_returns"] = eval_returns
+    print(json.dumps(summary))
     if stopping:
         sys.exit(128 + stopping[0])

@@ -96,7 +96,7 @@ def test_learnt_values_are_the_known_ones(name, probe):
 
 def test_actions_of_several_parts_are_learnt():
     codes = ("--env-id", "envs:Codes-v0", "--learning-rate", 3e-3, "--total-timesteps", 8192)
-    result = run("ppo", *codes, "--eval-episodes", 10)
+    result = run("ppo", *codes, "--eval-every", 8192)
     assert np.mean(result["returns"][-100:]) > 1.8
     assert result["summary"]["eval_returns"] == [2] * 10
 
@@ -124,7 +124,7 @@ def test_learns_to_balance(name):
 def test_a_cue_of_the_first_step_is_remembered(name):
     """Eleven steps: without a memory the first earns 1 at most, and the others 0 together."""
     sizes = ("--num-envs", 16, "--num-steps", 22, "--num-minibatches", 2, "--total-timesteps", 15_000)
-    result = run(name, *world(name, "Cue"), *sizes, "--learning-rate", 3e-3, "--eval-episodes", 10)
+    result = run(name, *world(name, "Cue"), *sizes, "--learning-rate", 3e-3, "--eval-every", 15_000)
     assert min(result["summary"]["eval_returns"]) > 9
 
 
