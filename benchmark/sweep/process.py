@@ -170,9 +170,9 @@ def watch(process: subprocess.Popen, time_limit: float, gpu: GpuSampler) -> str 
 
 def end(process: subprocess.Popen, resumable: bool) -> int:
     """End a run, with a checkpoint if it writes any, and give its exit status."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut this short
     running = process.poll() is None  # else its number may be another's by now
     helpers = psutil.Process(process.pid).children(recursive=True) if running else []
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut that short
     if resumable and process.poll() is None:
         # Not SIGTERM, which Slurm sends to every process of a job: of one kind, a second ends a script at
         # once.
