@@ -99,6 +99,8 @@ class Algorithm:
         return self.env_ids[0]
 
 
+POOL = "pool:EnvPool/"  # what leanrl/pool.py takes from EnvPool
+
 COLLECTION = {
     "sac_continuous_action": Algorithm(
         title="SAC",
@@ -114,7 +116,7 @@ COLLECTION = {
         rltools="SAC",
         checks=(
             Check("InvertedPendulum-v4", 30_000, 150, 1000),
-            Check("pool:EnvPool/CartpoleSwingup-v1", 20_000, 90, 1000),
+            Check(POOL + "CartpoleSwingup-v1", 20_000, 90, 1000),
         ),
     ),
     "td3_continuous_action": Algorithm(
@@ -131,7 +133,7 @@ COLLECTION = {
         rltools="TD3",
         checks=(
             Check("InvertedPendulum-v4", 30_000, 50, 1000),
-            Check("pool:EnvPool/CartpoleSwingup-v1", 20_000, 45, 1000),
+            Check(POOL + "CartpoleSwingup-v1", 20_000, 45, 1000),
         ),
     ),
     "fast_td3": Algorithm(
@@ -143,8 +145,8 @@ COLLECTION = {
         full=5_000_000,
         learning_starts=5_000,
         num_envs=64,
-        own_env_ids=("CheetahRun-v1", "CartpoleSwingup-v1", "WalkerRun-v1"),
-        checks=(Check("CartpoleSwingup-v1", 400_000, 150, 1000),),
+        own_env_ids=(POOL + "CheetahRun-v1", POOL + "CartpoleSwingup-v1", POOL + "WalkerRun-v1"),
+        checks=(Check(POOL + "CartpoleSwingup-v1", 400_000, 150, 1000),),
     ),
     "ppo_continuous_action": Algorithm(
         title="PPO for continuous actions",
@@ -160,7 +162,7 @@ COLLECTION = {
         sbx="PPO",
         checks=(
             Check("InvertedPendulum-v4", 200_000, 950, 1000),
-            Check("pool:EnvPool/CartpoleSwingup-v1", 500_000, 600, 1000, (("num-envs", "4"),)),
+            Check(POOL + "CartpoleSwingup-v1", 500_000, 600, 1000, (("num-envs", "4"),)),
         ),
     ),
     "ppo_continuous_action_lstm": Algorithm(

@@ -68,6 +68,7 @@ from tqdm import tqdm
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
+FIXED = ("env_id", "num_envs", "buffer_size", "learning_rate")  # what --resume keeps
 
 
 @dataclass(config={"allow_inf_nan": False})  # pydantic checks the types, tyro prints what it says
@@ -80,7 +81,7 @@ class Args:
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
-    capture_video: bool = False  # film the first episode of each evaluation
+    capture_video: bool = False  # film the first episode of each evaluation; one is at the end
     checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; one is at the end
     resume: str | None = None  # go on with the run of this folder, with its arguments
     evaluate: str | None = None  # do not train, evaluate this checkpoint
@@ -108,15 +109,8 @@ class Args:
     double: bool = False  # double DQN: the network chooses the next action, and the target network values it
 
     def __post_init__(self):  # tyro tells what it raises, and exits with status 2
-        if self.resume or self.evaluate:  # its arguments are those of a checkpoint
-            return
-        if self.capture_video and not self.eval_every:
-            raise ValueError("--capture-video films evaluations: give --eval-every, too")
         if self.buffer_size // self.num_envs * self.num_envs < self.batch_size:
             raise ValueError("--buffer-size has to hold a batch, of whole steps of all environments")
-
-
-FIXED = ("env_id", "num_envs", "buffer_size", "learning_rate")  # --resume may not change these
 
 
 # ---- Environment -------------------------------------------------------------------------------------------
@@ -139,9 +133,8 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     else:
         env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(num_envs)]
         envs = Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
-    mode = envs.metadata.get("autoreset_mode")
-    if mode != AutoresetMode.SAME_STEP:
-        sys.exit(f"--env-id takes environments with SAME_STEP autoreset, not {mode}")
+    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
+        sys.exit(f"--env-id takes environments with SAME_STEP autoreset, not {envs.metadata}")
     return envs
 
 
@@ -156,7 +149,7 @@ class Envs(SyncVectorEnv):
 
 # ---- Networks ----------------------------------------------------------------------------------------------
 class QNetwork(nn.Module):
-    """Action values: (batch, obs_dim), bytes divided by 255, to (batch, num_actions)."""
+    """Action values: (batch, obs_dim) to (batch, num_actions)."""
 
     def __init__(self, obs_dim: int, num_actions: int, device: torch.device):
         super().__init__()
@@ -165,8 +158,7 @@ class QNetwork(nn.Module):
         self.fc3 = nn.Linear(84, num_actions, device=device)
 
     def forward(self, obs: Tensor) -> Tensor:
-        x = obs / 255 if obs.dtype == torch.uint8 else obs
-        x = F.relu(self.fc1(x))
+        x = F.relu(self.fc1(obs))
         x = F.relu(self.fc2(x))
         return self.fc3(x).float()
 
@@ -218,7 +210,7 @@ class Adam(nn.Module):
             numbers = [(1 - beta2**step).sqrt(), self.lr / (1 - beta1**step)]
             if self.max_norm < math.inf:
                 numbers += [(self.max_norm / (grad.square().sum().sqrt() + 1e-6)).clamp(max=1)]
-            # Stacked, or a CPU would compute them anew for each few parameters: 25 us for 11,000, not 102.
+            # Stacked, or a CPU would compute them anew for each few parameters.
             correction, step_size, *clip = torch.stack(numbers).unbind()
             grad = grad * clip[0] if clip else grad
             exp_avg = self.exp_avg.lerp_(grad, 1 - beta1)
@@ -298,21 +290,21 @@ def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) 
     file.with_suffix(".new").replace(file)
 
 
-def evaluate(args: Args, network: nn.Module, policy: Callable, stopping: list[int], videos: Path) -> list:
+def evaluate(args: Args, network: nn.Module, policy: Callable, videos: Path) -> list[float]:
     """Returns of an episode in each of `--eval-episodes` environments, by a policy from obs to actions."""
     network.eval()  # as dropout and batch normalisation ask for
     returns, playing = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
     seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes) >> 1
     with closing(make_envs(args, args.eval_episodes, videos if args.capture_video else None)) as envs:
         obs, _ = envs.reset(seed=seeds.tolist())
-        while playing.any() and not stopping:
+        while playing.any():
             obs, rewards, terminated, truncated, _ = envs.step(policy(obs))
             returns[playing] += rewards[playing]
             playing &= ~(terminated | truncated)
             if not (np.isfinite(obs[playing]).all() and np.isfinite(returns).all()):
-                sys.exit(f"{Path(__file__).name}: error: an evaluation is not finite")
+                sys.exit("an evaluation is not finite")
     network.train()
-    return [] if stopping else returns.tolist()
+    return returns.tolist()
 
 
 if __name__ == "__main__":
@@ -321,23 +313,22 @@ if __name__ == "__main__":
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.use_deterministic_algorithms(args.torch_deterministic)
     torch.set_flush_denormal(True)  # Adam's moments of dead weights become denormal, at which a CPU is slow
-    torch.set_num_threads(1)  # small networks: as fast as two alone, four times as fast beside a busy process
+    torch.set_num_threads(1)  # the networks are small
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.set_autocast_dtype(device.type, torch.bfloat16)
     torch.set_autocast_enabled(device.type, args.precision == "bfloat16")
     torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
     torch.manual_seed(args.seed)
 
-    start = [0, 0, 0, [], None]
+    start = [0, 0, 0, [], -math.inf]
     global_step, updates, updates_due, returns, best_eval = checkpoint["progress"] if args.resume else start
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}".replace("/", "_").replace(":", "_")
     folder = checkpoint["file"].parent if checkpoint else Path(f"runs/{name}")
     envs = make_envs(args, args.num_envs)
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    obs_dim, action_space = envs.single_observation_space.shape[0], envs.single_action_space
     if not isinstance(action_space, gym.spaces.Discrete):
         sys.exit(f"--env-id takes Discrete actions, not {action_space}")
-    obs_dim, num_actions, first_action = obs_space.shape[0], int(action_space.n), int(action_space.start)
-    obs_dtype = np.dtype(np.uint8 if obs_space.dtype == np.uint8 else np.float32)  # bytes stay bytes
+    num_actions, first_action = int(action_space.n), int(action_space.start)
 
     q_network = QNetwork(obs_dim, num_actions, device)
     target_network = copy.deepcopy(q_network)  # [fast: flat]
@@ -347,10 +338,9 @@ if __name__ == "__main__":
     state = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
 
     # A row of the replay buffer is a whole transition: one copy stores it, one gather fetches a batch.
-    # Action, reward and terminated are float32; where observations are bytes, so is the row.
-    columns = [12 // obs_dtype.itemsize, obs_dim, obs_dim]
+    columns = [obs_dim, 1, 1, 1, obs_dim]  # obs, action, reward, terminated, next obs
     capacity = args.buffer_size // args.num_envs * args.num_envs
-    buffer = torch.from_numpy(np.zeros((capacity, sum(columns)), obs_dtype)).to(device)
+    buffer = torch.zeros(capacity, sum(columns), device=device)
     # [fast: numbers as tensors] Rows in use, at least one for the warm-up.
     size = torch.tensor(min(max(global_step, 1), capacity), device=device)
     epsilon = torch.zeros((), device=device)
@@ -375,14 +365,14 @@ if __name__ == "__main__":
     def best_actions(obs: np.ndarray) -> np.ndarray:
         """The actions of the highest values, as environments take them, (n,), at obs (n, obs_dim)."""
         with torch.no_grad():
-            values = q_network(torch.from_numpy(obs.astype(obs_dtype)).to(device))
+            values = q_network(torch.as_tensor(obs, dtype=torch.float32, device=device))
             return values.argmax(dim=1).cpu().numpy() + first_action
 
-    def store(obs: np.ndarray, outcomes: np.ndarray, next_obs: np.ndarray) -> None:
+    def store(*transitions: np.ndarray) -> None:
         """Write a step of all environments into the replay buffer, over the oldest rows if it is full."""
-        rows = np.concatenate([outcomes.view(obs_dtype), obs, next_obs], axis=1, dtype=obs_dtype)
-        if not np.isfinite(rows if obs_dtype == np.float32 else outcomes).all():
-            sys.exit(f"{Path(__file__).name}: error: a row is not finite at step {global_step}")
+        rows = np.concatenate(transitions, axis=1, dtype=np.float32)
+        if not np.isfinite(rows).all():
+            sys.exit(f"a row is not finite at step {global_step}")
         position = (global_step - args.num_envs) % capacity
         buffer[position : position + args.num_envs].copy_(torch.from_numpy(rows), non_blocking=True)
 
@@ -410,7 +400,7 @@ if __name__ == "__main__":
     except (ValueError, IndexError):  # other layers, or layers that do not follow each other
         act_in_numpy = False
     act_in_numpy &= len(host_params) == len(flat_network.params) and not [*q_network.buffers()]  # none frozen
-    act_in_numpy &= obs_dtype == np.float32 and args.precision != "bfloat16" and args.num_envs <= 64
+    act_in_numpy &= args.precision != "bfloat16" and args.num_envs <= 64
     epsilon = epsilon.cpu() if act_in_numpy else epsilon
     if not act_in_numpy:
         print("acting in PyTorch: NumPy is for 64 environments, float32, Linear and ReLU", file=sys.stderr)
@@ -418,15 +408,14 @@ if __name__ == "__main__":
     def update_network() -> None:
         """One gradient step on a new batch."""
         indices = torch.randint(2**62, (args.batch_size,), device=device) % size  # [fast: numbers as tensors]
-        scalars, obs, next_obs = buffer.index_select(0, indices).split(columns, dim=1)
-        actions, rewards, terminated = scalars.flatten().view(torch.float32).view(-1, 3).unbind(1)
+        obs, actions, rewards, terminated, next_obs = buffer.index_select(0, indices).split(columns, dim=1)
         with torch.no_grad():
             next_values = flat_target(next_obs)  # [fast: flat]
             chosen_by = flat_network(next_obs) if args.double else next_values  # van Hasselt, equation 4
             next_actions = chosen_by.argmax(dim=1, keepdim=True)
-            target = rewards + args.gamma * (1 - terminated) * next_values.gather(1, next_actions)[:, 0]
+            target = rewards + args.gamma * (1 - terminated) * next_values.gather(1, next_actions)
         values = flat_network(obs)  # [fast: flat]
-        q_values = values.gather(1, actions.long()[:, None])[:, 0]
+        q_values = values.gather(1, actions.long())
         loss = F.mse_loss(q_values, target)  # Mnih et al., algorithm 1
         optimizer.minimize(loss)  # [fast: flat]
         record(q_values=q_values.mean(), td_loss=loss)
@@ -451,7 +440,14 @@ if __name__ == "__main__":
         for name, loss in zip(losses, torch.stack([*losses.values()]).tolist(), strict=True):  # sync
             writer.add_scalar(f"losses/{name}", loss, global_step)
             if not math.isfinite(loss):
-                sys.exit(f"{Path(__file__).name}: error: {name} is {loss} at step {global_step}")
+                sys.exit(f"{name} is {loss} at step {global_step}")
+
+    def log_episode(index: int) -> None:
+        """Log the episode that has ended in an environment."""
+        returns.append(episode_return[index].item())
+        writer.add_scalar("charts/episodic_return", returns[-1], global_step)
+        writer.add_scalar("charts/episodic_length", episode_length[index], global_step)
+        episode_return[index] = episode_length[index] = 0
 
     def due(every: int | None) -> bool:
         """True once in so many agent steps, and in the last step; never if None."""
@@ -464,7 +460,7 @@ if __name__ == "__main__":
 
     if args.evaluate:
         q_network.load_state_dict(checkpoint["q_network"])
-        eval_returns = evaluate(args, q_network, best_actions, stopping, folder / f"videos/{time.time():.0f}")
+        eval_returns = evaluate(args, q_network, best_actions, folder / f"videos/{time.time():.0f}")
         print(json.dumps(asdict(args) | {"eval_returns": eval_returns}))
         sys.exit()
 
@@ -473,7 +469,7 @@ if __name__ == "__main__":
         torch._dynamo.config.trace_autograd_ops = True  # the gradient, too, without a break
         torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
         torch._inductor.config.fallback_random = device.type == "cpu"  # as eager, and faster
-        torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes 5 s
+        torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes seconds
         act, update_network = map(Compiled, (act, update_network))
     # [fast: graph capture] One launch for all kernels of a call. A graph has no branches: one for each kind.
     cudagraphs = args.cudagraphs and device.type == "cuda"
@@ -490,7 +486,7 @@ if __name__ == "__main__":
         saved = {name: copy.deepcopy(item.state_dict()) for name, item in state.items()}
         for kind in (6 if cudagraphs else 1) * kinds:  # captured: four warm up, one records, one replays
             if not act_in_numpy:
-                act(torch.zeros(args.num_envs, obs_dim, dtype=buffer.dtype, device=device))
+                act(torch.zeros(args.num_envs, obs_dim, device=device))
             update(*kind)
         for name, item in state.items():
             item.load_state_dict(saved[name])
@@ -513,13 +509,13 @@ if __name__ == "__main__":
         wandb.init(**run, config=asdict(args), resume="allow", save_code=True, sync_tensorboard=True)
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    writer = SummaryWriter(str(folder), purge_step=global_step + 1 if args.resume else None)
+    writer = SummaryWriter(str(folder), purge_step=global_step + 1)
     writer.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=2)}\n```")
 
     sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
     seed, *env_seeds = (sequence.generate_state(1 + args.num_envs) >> 1).tolist()
     torch.manual_seed(seed)
-    obs = envs.reset(seed=env_seeds)[0].astype(obs_dtype)
+    obs = envs.reset(seed=env_seeds)[0].astype(np.float32)
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
     first_update, eval_returns, last = updates, [], global_step >= args.total_timesteps
     host_updates = -1  # [fast: acting in NumPy] gradient steps that the host's parameters have seen
@@ -548,14 +544,11 @@ if __name__ == "__main__":
             episode_length += 1
             for index in np.flatnonzero(terminated | truncated):
                 final_obs[index] = infos["final_obs"][index]
-                returns.append(episode_return[index].item())
-                writer.add_scalar("charts/episodic_return", returns[-1], global_step)
-                writer.add_scalar("charts/episodic_length", episode_length[index], global_step)
-                episode_return[index] = episode_length[index] = 0
+                log_episode(index)
 
-            store(obs, np.stack([actions, rewards, terminated], axis=1, dtype=np.float32), final_obs)
+            store(obs, actions[:, None], rewards[:, None], terminated[:, None], final_obs)
             size.fill_(min(global_step, capacity))  # [fast: numbers as tensors]
-            obs = next_obs.astype(obs_dtype)
+            obs = next_obs.astype(np.float32)
 
             last = bool(stopping) or global_step >= args.total_timesteps
             if due(args.log_every) or due(args.checkpoint_every):
@@ -566,18 +559,15 @@ if __name__ == "__main__":
                 writer.add_scalar("charts/epsilon", schedule(global_step), global_step)
                 bar.set_postfix_str(f"SPS {sps:.0f}, return {np.mean(returns[-10:] or math.nan):.1f}")
                 bar.update(global_step - bar.n)
-            if due(args.eval_every):
+            if not stopping and (due(args.eval_every) or (last and args.capture_video)):
                 pause = time.perf_counter()
-                videos = folder / f"videos/{global_step}"
-                eval_returns = evaluate(args, q_network, best_actions, stopping, videos)
-                if eval_returns:  # none if a signal came
-                    score = float(np.mean(eval_returns))
-                    writer.add_scalar("charts/eval_return", score, global_step)
-                    if best_eval is None or score > best_eval:
-                        best_eval = score
-                        save_checkpoint(folder / "best.pt", args, state)
+                eval_returns = evaluate(args, q_network, best_actions, folder / f"videos/{global_step}")
+                score = float(np.mean(eval_returns))
+                writer.add_scalar("charts/eval_return", score, global_step)
+                if score > best_eval:
+                    best_eval = score
+                    save_checkpoint(folder / "best.pt", args, state)
                 sps_time += time.perf_counter() - pause
-            last = last or bool(stopping)  # a signal may have come in the evaluation
             if due(args.checkpoint_every):
                 writer.flush()  # so that the curves of a run that is killed have no gap
                 rows = buffer[:size].to("cpu", copy=True)  # a view would be saved with all of its memory
@@ -591,12 +581,11 @@ if __name__ == "__main__":
         wandb.finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False, **asdict(args)}
     summary["cudagraphs"] = cudagraphs  # [fast: graph capture]
-    summary |= {"device": device.type, "folder": str(folder), "best_eval_return": best_eval}
-    summary |= {"total_timesteps": global_step, "updates": updates, "sps": sps, "episodes": len(returns)}
+    summary |= {"device": device.type, "folder": str(folder), "total_timesteps": global_step}
+    summary |= {"updates": updates, "sps": sps, "episodes": len(returns), "eval_returns": eval_returns}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}
-    summary["eval_returns"] = eval_returns
     print(json.dumps(summary))
     if stopping:
         sys.exit(128 + stopping[0])

@@ -11,7 +11,8 @@
 
 Paper: Seo et al., "FastTD3: Simple, Fast, and Capable Reinforcement Learning for Humanoid Control",
        arXiv:2505.22642. The critic is that of Bellemare et al., arXiv:1707.06887.
-Run:   python fast_td3.py --env-id CheetahRun-v1
+Run:   python fast_td3.py --env-id pool:EnvPool/CheetahRun-v1
+       EnvPool's tasks come by pool.py, which has to be beside the script or in the current folder.
 Twin:  fast_td3_torchcompile.py computes the same, compiled and captured. Read their diff.
 
 Deviations from the paper's code, the first for two cores of a CPU; docs/fast_td3.md has its sizes:
@@ -30,9 +31,9 @@ import copy
 import importlib
 import json
 import math
-import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, field
@@ -40,7 +41,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-import envpool
 import gymnasium as gym
 import numpy as np
 import torch
@@ -56,6 +56,7 @@ from tqdm import tqdm
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
+FIXED = ("env_id", "num_envs", "buffer_size", "critic_learning_rate", "actor_learning_rate", "weight_decay")
 
 
 @dataclass(config={"allow_inf_nan": False})  # pydantic checks the types, tyro prints what it says
@@ -68,7 +69,7 @@ class Args:
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
-    capture_video: bool = False  # film the first episode of each evaluation
+    capture_video: bool = False  # film the first episode of each evaluation; one is at the end
     checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; one is at the end
     resume: str | None = None  # go on with the run of this folder, with its arguments
     evaluate: str | None = None  # do not train, evaluate this checkpoint
@@ -76,9 +77,10 @@ class Args:
     eval_episodes: PositiveInt = 10  # the episodes of an evaluation
     log_every: PositiveInt = 1_000  # agent steps between two log entries
 
-    env_id: str = "CheetahRun-v1"  # a task of EnvPool or Gymnasium with bounded vectors as actions
+    env_id: str = "pool:EnvPool/CheetahRun-v1"  # the environment: any with bounded vectors as actions
     env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # further arguments of the environment
     total_timesteps: PositiveInt = 5_000_000  # agent steps in all, over all environments
+    privileged_dim: NonNegativeInt = 0  # so many numbers of an observation, the first, only the critics see
     num_envs: PositiveInt = 64  # the number of parallel environments
     buffer_size: PositiveInt = 1_000_000  # transitions that the replay buffer holds, over all environments
     gamma: Fraction = 0.99  # the discount factor
@@ -102,20 +104,10 @@ class Args:
     v_max: float = 100.0  # the highest of them: no return should be higher
 
     def __post_init__(self):  # tyro tells what it raises, and exits with status 2
-        if self.resume or self.evaluate:  # its arguments are those of a checkpoint
-            return
-        if self.capture_video and not self.eval_every:
-            raise ValueError("--capture-video films evaluations: give --eval-every, too")
         if self.buffer_size // self.num_envs * self.num_envs < self.batch_size:
             raise ValueError("--buffer-size has to hold a batch, of whole steps of all environments")
         if self.v_min >= self.v_max:
             raise ValueError("--v-min has to be below --v-max")
-        if self.std_min > self.std_max:
-            raise ValueError("--std-min may not be above --std-max")
-
-
-FIXED = ("env_id", "num_envs", "buffer_size", "critic_learning_rate", "actor_learning_rate", "weight_decay")
-FIXED += ("critic_hidden_dim", "actor_hidden_dim", "num_atoms", "v_min", "v_max")  # as --resume finds them
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -230,9 +222,8 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     else:
         env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(num_envs)]
         envs = Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
-    mode = envs.metadata.get("autoreset_mode")
-    if mode != AutoresetMode.SAME_STEP:
-        sys.exit(f"--env-id takes environments with SAME_STEP autoreset, not {mode}")
+    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
+        sys.exit(f"--env-id takes environments with SAME_STEP autoreset, not {envs.metadata}")
     return envs
 
 
@@ -243,38 +234,6 @@ class Envs(SyncVectorEnv):
         if "final_obs" in info:
             infos.setdefault("final_obs", {})[index] = info["final_obs"]
         return infos
-
-
-class Pool(VectorEnv):
-    """EnvPool's environments, with vectors as observations: of named parts in the order of their names."""
-
-    def __init__(self, task: str, num_envs: int, keys=(), **options):
-        options.setdefault("num_threads", min(len(os.sched_getaffinity(0)), num_envs))
-        self.make = partial(envpool.make_gymnasium, task, num_envs=num_envs, **options)
-        self.metadata, self.num_envs = {"autoreset_mode": AutoresetMode.SAME_STEP}, num_envs
-        self.parts, spec = {}, envpool.make_spec(task, **options)
-        space, self.single_action_space = spec.gymnasium_observation_space, spec.gymnasium_action_space
-        if isinstance(space, gym.spaces.Dict):
-            self.parts = {key: space[key] for key in sorted(keys or space)}
-            space = gym.spaces.Dict(self.parts)
-        self.single_observation_space = gym.spaces.flatten_space(space)
-
-    def vectors(self, obs: np.ndarray | dict[str, np.ndarray]) -> np.ndarray:
-        """Observations of n environments as (n, obs_dim), in memory of their own."""
-        parts = [obs[key] for key in self.parts] or [obs]
-        return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
-
-    def reset(self, *, seed: list[int], options=None) -> tuple:
-        self.pool = self.make(seed=seed)  # EnvPool takes seeds only here
-        return self.vectors(self.pool.reset()[0]), {}
-
-    def step(self, actions: np.ndarray) -> tuple:
-        obs, rewards, terminated, truncated, _ = self.pool.step(actions)
-        final_obs, over = self.vectors(obs), np.flatnonzero(terminated | truncated)
-        obs = final_obs.copy()
-        if len(over):
-            obs[over] = self.vectors(self.pool.reset(over)[0])
-        return obs, rewards, terminated, truncated, {"final_obs": final_obs}
 
 
 def in_bounds(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
@@ -310,21 +269,21 @@ def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) 
     file.with_suffix(".new").replace(file)
 
 
-def evaluate(args: Args, network: nn.Module, policy: Callable, stopping: list[int], videos: Path) -> list:
+def evaluate(args: Args, network: nn.Module, policy: Callable, videos: Path) -> list[float]:
     """Returns of an episode in each of `--eval-episodes` environments, by a policy from obs to actions."""
     network.eval()  # as dropout and batch normalisation ask for
     returns, playing = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
     seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes) >> 1
     with closing(make_envs(args, args.eval_episodes, videos if args.capture_video else None)) as envs:
         obs, _ = envs.reset(seed=seeds.tolist())
-        while playing.any() and not stopping:
+        while playing.any():
             obs, rewards, terminated, truncated, _ = envs.step(policy(obs))
             returns[playing] += rewards[playing]
             playing &= ~(terminated | truncated)
             if not (np.isfinite(obs[playing]).all() and np.isfinite(returns).all()):
-                sys.exit(f"{Path(__file__).name}: error: an evaluation is not finite")
+                sys.exit("an evaluation is not finite")
     network.train()
-    return [] if stopping else returns.tolist()
+    return returns.tolist()
 
 
 if __name__ == "__main__":
@@ -339,21 +298,17 @@ if __name__ == "__main__":
     torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
     torch.manual_seed(args.seed)
 
-    start = [0, 0, [], None]
+    start = [0, 0, [], -math.inf]
     global_step, updates, returns, best_eval = checkpoint["progress"] if args.resume else start
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}".replace("/", "_").replace(":", "_")
     folder = checkpoint["file"].parent if checkpoint else Path(f"runs/{name}")
-    if args.env_id in envpool.list_all_envs() and args.env_id not in gym.registry:
-        gym.register(args.env_id, vector_entry_point=Pool, kwargs={"task": args.env_id})
     envs = make_envs(args, args.num_envs)
     obs_dim, action_space = envs.single_observation_space.shape[0], envs.single_action_space
     if not (isinstance(action_space, gym.spaces.Box) and action_space.is_bounded()):
         sys.exit(f"--env-id takes bounded vectors as actions, not {action_space}")
     (action_dim,) = action_space.shape
 
-    # Only the critics see a privileged state, which comes before `state`, if it is not all that there is.
-    parts = getattr(envs, "parts", {})
-    actor_dim = parts["state"].shape[0] if {*parts} == {"privileged_state", "state"} else obs_dim
+    actor_dim = obs_dim - args.privileged_dim
     actor = Actor(actor_dim, action_dim, device, args.actor_hidden_dim)
     sizes = (obs_dim, action_dim, device, args.critic_hidden_dim, args.num_atoms)
     qf1, qf2 = QNetwork(*sizes), QNetwork(*sizes)
@@ -376,7 +331,6 @@ if __name__ == "__main__":
     size = min(global_step, capacity)  # rows in use
     losses: dict[str, Tensor] = {}  # the latest, for the log
     stopping: list[int] = []  # signals received
-    told: list[int] = []  # when it was said that --v-min and --v-max are too narrow
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def act(obs: Tensor) -> Tensor:
@@ -396,7 +350,7 @@ if __name__ == "__main__":
         """Write a step of all environments into the replay buffer, over the oldest rows if it is full."""
         rows = np.concatenate(transitions, axis=1, dtype=np.float32)
         if not np.isfinite(rows).all():
-            sys.exit(f"{Path(__file__).name}: error: a row is not finite at step {global_step}")
+            sys.exit(f"a row is not finite at step {global_step}")
         position = (global_step - args.num_envs) % capacity
         buffer[position : position + args.num_envs].copy_(torch.from_numpy(rows), non_blocking=True)
 
@@ -468,10 +422,17 @@ if __name__ == "__main__":
         for name, loss in zip(losses, torch.stack([*losses.values()]).tolist(), strict=True):  # sync
             writer.add_scalar(f"losses/{name}", loss, global_step)
             if not math.isfinite(loss):
-                sys.exit(f"{Path(__file__).name}: error: {name} is {loss} at step {global_step}")
-            if name == "clipped_mass" and loss > 0.1 and not told:
-                told.append(global_step)
-                print(f"--v-min and --v-max cut off {loss:.0%} of the target probabilities", file=sys.stderr)
+                sys.exit(f"{name} is {loss} at step {global_step}")
+            if name == "clipped_mass" and loss > 0.1:
+                told = "--v-min and --v-max cut off more than 10 % of the target probabilities"
+                warnings.warn(told, stacklevel=1)  # Python shows it once
+
+    def log_episode(index: int) -> None:
+        """Log the episode that has ended in an environment."""
+        returns.append(episode_return[index].item())
+        writer.add_scalar("charts/episodic_return", returns[-1], global_step)
+        writer.add_scalar("charts/episodic_length", episode_length[index], global_step)
+        episode_return[index] = episode_length[index] = 0
 
     def due(every: int | None) -> bool:
         """True once in so many agent steps, and in the last step; never if None."""
@@ -485,7 +446,7 @@ if __name__ == "__main__":
     if args.evaluate:
         actor.load_state_dict(checkpoint["actor"])
         obs_normalizer.load_state_dict(checkpoint["obs_normalizer"])
-        eval_returns = evaluate(args, actor, best_actions, stopping, folder / f"videos/{time.time():.0f}")
+        eval_returns = evaluate(args, actor, best_actions, folder / f"videos/{time.time():.0f}")
         print(json.dumps(asdict(args) | {"eval_returns": eval_returns}))
         sys.exit()
 
@@ -505,7 +466,7 @@ if __name__ == "__main__":
         wandb.init(**run, config=asdict(args), resume="allow", save_code=True, sync_tensorboard=True)
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    writer = SummaryWriter(str(folder), purge_step=global_step + 1 if args.resume else None)
+    writer = SummaryWriter(str(folder), purge_step=global_step + 1)
     writer.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=2)}\n```")
 
     sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
@@ -534,10 +495,7 @@ if __name__ == "__main__":
             episode_length += 1
             for index in np.flatnonzero(over):
                 final_obs[index] = infos["final_obs"][index]
-                returns.append(episode_return[index].item())
-                writer.add_scalar("charts/episodic_return", returns[-1], global_step)
-                writer.add_scalar("charts/episodic_length", episode_length[index], global_step)
-                episode_return[index] = episode_length[index] = 0
+                log_episode(index)
                 deviations[index].uniform_(args.std_min, args.std_max)
 
             store(obs, actions, np.stack([rewards, terminated, over], axis=1), final_obs)
@@ -552,17 +510,15 @@ if __name__ == "__main__":
                 writer.add_scalar("charts/SPS", sps, global_step)
                 bar.set_postfix_str(f"SPS {sps:.0f}, return {np.mean(returns[-10:] or math.nan):.1f}")
                 bar.update(global_step - bar.n)
-            if due(args.eval_every):
+            if not stopping and (due(args.eval_every) or (last and args.capture_video)):
                 pause = time.perf_counter()
-                eval_returns = evaluate(args, actor, best_actions, stopping, folder / f"videos/{global_step}")
-                if eval_returns:  # none if a signal came
-                    score = float(np.mean(eval_returns))
-                    writer.add_scalar("charts/eval_return", score, global_step)
-                    if best_eval is None or score > best_eval:
-                        best_eval = score
-                        save_checkpoint(folder / "best.pt", args, state)
+                eval_returns = evaluate(args, actor, best_actions, folder / f"videos/{global_step}")
+                score = float(np.mean(eval_returns))
+                writer.add_scalar("charts/eval_return", score, global_step)
+                if score > best_eval:
+                    best_eval = score
+                    save_checkpoint(folder / "best.pt", args, state)
                 sps_time += time.perf_counter() - pause
-            last = last or bool(stopping)  # a signal may have come in the evaluation
             if due(args.checkpoint_every):
                 writer.flush()  # so that the curves of a run that is killed have no gap
                 rows = buffer[:size].to("cpu", copy=True)  # a view would be saved with all of its memory
@@ -575,12 +531,11 @@ if __name__ == "__main__":
             wandb.log({str(video.relative_to(folder)): wandb.Video(str(video))})
         wandb.finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False, **asdict(args)}
-    summary |= {"device": device.type, "folder": str(folder), "best_eval_return": best_eval}
-    summary |= {"total_timesteps": global_step, "updates": updates, "sps": sps, "episodes": len(returns)}
+    summary |= {"device": device.type, "folder": str(folder), "total_timesteps": global_step}
+    summary |= {"updates": updates, "sps": sps, "episodes": len(returns), "eval_returns": eval_returns}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}
-    summary["eval_returns"] = eval_returns
     print(json.dumps(summary))
     if stopping:
         sys.exit(128 + stopping[0])

@@ -70,6 +70,7 @@ from tqdm import tqdm
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
+FIXED = ("env_id", "num_envs")  # what --resume keeps
 
 
 @dataclass(config={"allow_inf_nan": False})  # pydantic checks the types, tyro prints what it says
@@ -82,7 +83,7 @@ class Args:
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
-    capture_video: bool = False  # film the first episode of each evaluation
+    capture_video: bool = False  # film the first episode of each evaluation; one is at the end
     checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; one is at the end
     resume: str | None = None  # go on with the run of this folder, with its arguments
     evaluate: str | None = None  # do not train, evaluate this checkpoint
@@ -114,17 +115,12 @@ class Args:
     def __post_init__(self):  # tyro tells what it raises, and exits with status 2
         if self.resume or self.evaluate:  # its arguments are those of a checkpoint
             return
-        if self.capture_video and not self.eval_every:
-            raise ValueError("--capture-video films evaluations: give --eval-every, too")
         batch_size = self.num_envs * self.num_steps
         if batch_size % self.num_minibatches or batch_size == self.num_minibatches:
             raise ValueError(f"--num-minibatches takes a smaller divisor of a rollout's {batch_size} steps")
         all_steps = batch_size * int(os.environ.get("WORLD_SIZE", 1))  # [ranks: one minibatch]
         if self.total_timesteps < all_steps:
             raise ValueError(f"--total-timesteps has to hold the {all_steps} steps of a rollout")
-
-
-FIXED = ("env_id", "num_envs")  # --resume may not change these
 
 
 # ---- Environment -------------------------------------------------------------------------------------------
@@ -265,7 +261,7 @@ class AdamOverRanks(nn.Module):  # [ranks: one gradient]
             numbers = [(1 - beta2**step).sqrt(), self.lr / (1 - beta1**step)]
             if self.max_norm < math.inf:
                 numbers += [(self.max_norm / (grad.square().sum().sqrt() + 1e-6)).clamp(max=1)]
-            # Stacked, or a CPU would compute them anew for each few parameters: 25 us for 11,000, not 102.
+            # Stacked, or a CPU would compute them anew for each few parameters.
             correction, step_size, *clip = torch.stack(numbers).unbind()
             grad = grad * clip[0] if clip else grad
             exp_avg = self.exp_avg.lerp_(grad, 1 - beta1)
@@ -345,7 +341,7 @@ def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) 
     file.with_suffix(".new").replace(file)
 
 
-def evaluate_games(args: Args, network: nn.Module, policy: Callable, stopping: list, videos: Path) -> list:
+def evaluate_games(args: Args, network: nn.Module, policy: Callable, videos: Path) -> list[float]:
     """Scores, not clipped, of whole games, one in each of as many, by a policy from obs to actions."""
     network.eval()  # as dropout and batch normalisation ask for
     returns, playing = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
@@ -353,7 +349,7 @@ def evaluate_games(args: Args, network: nn.Module, policy: Callable, stopping: l
     frames = []  # of the first game
     with closing(make_games(args, seeds.tolist(), learning=False)) as games:
         obs, _ = games.reset()
-        while playing.any() and not stopping:
+        while playing.any():
             if args.capture_video and playing[0] and len(frames) < 3000:
                 frames.append(games.env.render(env_ids=[0])[0])
             obs, _, _, _, infos = games.step(policy(obs))
@@ -364,7 +360,7 @@ def evaluate_games(args: Args, network: nn.Module, policy: Callable, stopping: l
 
         save_video(frames, str(videos), fps=15)
     network.train()
-    return [] if stopping else returns.tolist()
+    return returns.tolist()
 
 
 if __name__ == "__main__":
@@ -389,7 +385,8 @@ if __name__ == "__main__":
     torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
     torch.manual_seed(args.seed)
 
-    global_step, updates, returns, best_eval = checkpoint["progress"] if args.resume else [0, 0, [], None]
+    start = [0, 0, [], -math.inf]
+    global_step, updates, returns, best_eval = checkpoint["progress"] if args.resume else start
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}".replace("/", "_").replace(":", "_")
     name = gathered(name)[0]  # [ranks: one run]
     folder = checkpoint["file"].parent if checkpoint else Path(f"runs/{name}")
@@ -541,7 +538,7 @@ if __name__ == "__main__":
             if rank == 0:  # [ranks: one run]
                 writer.add_scalar(f"losses/{name}", loss, global_step)
             if not math.isfinite(loss):
-                error = f"{Path(__file__).name}: error: {name} is {loss} at step {global_step}"
+                error = f"{name} is {loss} at step {global_step}"
                 sys.exit(error if rank == 0 else 1)  # [ranks: one run]
 
     def store(row: int, obs: np.ndarray) -> None:
@@ -560,8 +557,7 @@ if __name__ == "__main__":
 
     if args.evaluate:
         agent.load_state_dict(checkpoint["agent"])
-        videos = folder / f"videos/{time.time():.0f}"
-        eval_returns = evaluate_games(args, agent, best_actions, stopping, videos)
+        eval_returns = evaluate_games(args, agent, best_actions, folder / f"videos/{time.time():.0f}")
         print(json.dumps(asdict(args) | {"eval_returns": eval_returns}))
         sys.exit()
 
@@ -570,7 +566,7 @@ if __name__ == "__main__":
         torch._dynamo.config.trace_autograd_ops = True  # the gradient, too, without a break
         torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
         torch._inductor.config.fallback_random = device.type == "cpu"  # as eager, and faster
-        torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes 5 s
+        torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes seconds
         torch._inductor.config.max_pointwise_cat_inputs = 16  # one GPU kernel joins the gradient's 13 parts
         act, prepare, update = map(Compiled, (act, prepare, update))
     # [fast: graph capture] One launch for all kernels of a call.
@@ -609,7 +605,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     if rank == 0:  # [ranks: one run]
-        writer = SummaryWriter(str(folder), purge_step=global_step + 1 if args.resume else None)
+        writer = SummaryWriter(str(folder), purge_step=global_step + 1)
         writer.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=2)}\n```")
 
     torch.manual_seed(int(sequence.generate_state(1)[0]))
@@ -672,16 +668,15 @@ if __name__ == "__main__":
                 writer.add_scalar("charts/learning_rate", args.learning_rate * remaining, global_step)
             bar.set_postfix_str(f"SPS {sps:.0f}, return {np.mean(returns[-10:] or math.nan):.1f}")
             bar.update(global_step - bar.n)
-            if rank == 0 and due(args.eval_every):  # [ranks: one run]
+            filmed = last and args.capture_video
+            if rank == 0 and not stopping and (due(args.eval_every) or filmed):  # [ranks: one run]
                 pause = time.perf_counter()
-                videos = folder / f"videos/{global_step}"
-                eval_returns = evaluate_games(args, agent, best_actions, stopping, videos)
-                if eval_returns:  # none if a signal came
-                    score = float(np.mean(eval_returns))
-                    writer.add_scalar("charts/eval_return", score, global_step)
-                    if best_eval is None or score > best_eval:
-                        best_eval = score
-                        save_checkpoint(folder / "best.pt", args, state)
+                eval_returns = evaluate_games(args, agent, best_actions, folder / f"videos/{global_step}")
+                score = float(np.mean(eval_returns))
+                writer.add_scalar("charts/eval_return", score, global_step)
+                if score > best_eval:
+                    best_eval = score
+                    save_checkpoint(folder / "best.pt", args, state)
                 sps_time += time.perf_counter() - pause
             if rank == 0 and due(args.checkpoint_every):  # [ranks: one run]
                 writer.flush()  # so that the curves of a run that is killed have no gap
@@ -697,13 +692,12 @@ if __name__ == "__main__":
     summary = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False, **asdict(args)}
     summary["cudagraphs"] = cudagraphs  # [fast: graph capture]
     summary["ranks"] = ranks  # [ranks: a device each]
-    summary |= {"device": device.type, "folder": str(folder), "best_eval_return": best_eval}
-    summary |= {"total_timesteps": global_step, "updates": updates, "sps": sps, "episodes": len(returns)}
+    summary |= {"device": device.type, "folder": str(folder), "total_timesteps": global_step}
+    summary |= {"updates": updates, "sps": sps, "episodes": len(returns), "eval_returns": eval_returns}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}
     if rank == 0:  # [ranks: one run]
-        summary["eval_returns"] = eval_returns
         print(json.dumps(summary))
     gathered(None)  # nobody leaves before rank 0 is done: torchrun ends all when one has failed
     if cudagraphs:

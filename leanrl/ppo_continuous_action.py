@@ -49,6 +49,7 @@ from tqdm import tqdm
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
+FIXED = ("env_id", "num_envs")  # what --resume keeps
 
 
 @dataclass(config={"allow_inf_nan": False})  # pydantic checks the types, tyro prints what it says
@@ -61,7 +62,7 @@ class Args:
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
-    capture_video: bool = False  # film the first episode of each evaluation
+    capture_video: bool = False  # film the first episode of each evaluation; one is at the end
     checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; one is at the end
     resume: str | None = None  # go on with the run of this folder, with its arguments
     evaluate: str | None = None  # do not train, evaluate this checkpoint
@@ -90,16 +91,11 @@ class Args:
     def __post_init__(self):  # tyro tells what it raises, and exits with status 2
         if self.resume or self.evaluate:  # its arguments are those of a checkpoint
             return
-        if self.capture_video and not self.eval_every:
-            raise ValueError("--capture-video films evaluations: give --eval-every, too")
         batch_size = self.num_envs * self.num_steps
         if batch_size % self.num_minibatches or batch_size == self.num_minibatches:
             raise ValueError(f"--num-minibatches takes a smaller divisor of a rollout's {batch_size} steps")
         if self.total_timesteps < batch_size:
             raise ValueError(f"--total-timesteps has to hold the {batch_size} steps of a rollout")
-
-
-FIXED = ("env_id", "num_envs")  # --resume may not change these
 
 
 # ---- Environment -------------------------------------------------------------------------------------------
@@ -122,9 +118,8 @@ def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEn
     else:
         env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(num_envs)]
         envs = Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
-    mode = envs.metadata.get("autoreset_mode")
-    if mode != AutoresetMode.SAME_STEP:
-        sys.exit(f"--env-id takes environments with SAME_STEP autoreset, not {mode}")
+    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
+        sys.exit(f"--env-id takes environments with SAME_STEP autoreset, not {envs.metadata}")
     return envs
 
 
@@ -243,21 +238,21 @@ def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) 
     file.with_suffix(".new").replace(file)
 
 
-def evaluate(args: Args, network: nn.Module, policy: Callable, stopping: list[int], videos: Path) -> list:
+def evaluate(args: Args, network: nn.Module, policy: Callable, videos: Path) -> list[float]:
     """Returns of an episode in each of `--eval-episodes` environments, by a policy from obs to actions."""
     network.eval()  # as dropout and batch normalisation ask for
     returns, playing = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, dtype=bool)
     seeds = np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.eval_episodes) >> 1
     with closing(make_envs(args, args.eval_episodes, videos if args.capture_video else None)) as envs:
         obs, _ = envs.reset(seed=seeds.tolist())
-        while playing.any() and not stopping:
+        while playing.any():
             obs, rewards, terminated, truncated, _ = envs.step(policy(obs))
             returns[playing] += rewards[playing]
             playing &= ~(terminated | truncated)
             if not (np.isfinite(obs[playing]).all() and np.isfinite(returns).all()):
-                sys.exit(f"{Path(__file__).name}: error: an evaluation is not finite")
+                sys.exit("an evaluation is not finite")
     network.train()
-    return [] if stopping else returns.tolist()
+    return returns.tolist()
 
 
 if __name__ == "__main__":
@@ -273,7 +268,7 @@ if __name__ == "__main__":
     torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
     torch.manual_seed(args.seed)
 
-    start = [0, 0, [], None]
+    start = [0, 0, [], -math.inf]
     global_step, updates, returns, best_eval = checkpoint["progress"] if args.resume else start
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}".replace("/", "_").replace(":", "_")
     folder = checkpoint["file"].parent if checkpoint else Path(f"runs/{name}")
@@ -388,13 +383,13 @@ if __name__ == "__main__":
         for name, loss in zip(losses, torch.stack([*losses.values()]).tolist(), strict=True):  # sync
             writer.add_scalar(f"losses/{name}", loss, global_step)
             if not math.isfinite(loss):
-                sys.exit(f"{Path(__file__).name}: error: {name} is {loss} at step {global_step}")
+                sys.exit(f"{name} is {loss} at step {global_step}")
 
     def store(*transitions: np.ndarray) -> None:
         """Write a step of all environments into the rollout."""
         rollout[step] = np.concatenate(transitions, axis=1)
         if not np.isfinite(rollout[step]).all():
-            sys.exit(f"{Path(__file__).name}: error: a row is not finite at step {global_step}")
+            sys.exit(f"a row is not finite at step {global_step}")
 
     def update_moments(rewards, done, final_obs, next_obs) -> None:
         """Take in what a step showed: observations, and discounted returns, which rewards are scaled with."""
@@ -426,7 +421,7 @@ if __name__ == "__main__":
     if args.evaluate:
         for name in ("agent", "obs_moments"):
             state[name].load_state_dict(checkpoint[name])
-        eval_returns = evaluate(args, agent, best_actions, stopping, folder / f"videos/{time.time():.0f}")
+        eval_returns = evaluate(args, agent, best_actions, folder / f"videos/{time.time():.0f}")
         print(json.dumps(asdict(args) | {"eval_returns": eval_returns}))
         sys.exit()
 
@@ -443,7 +438,7 @@ if __name__ == "__main__":
         wandb.init(**run, config=asdict(args), resume="allow", save_code=True, sync_tensorboard=True)
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    writer = SummaryWriter(str(folder), purge_step=global_step + 1 if args.resume else None)
+    writer = SummaryWriter(str(folder), purge_step=global_step + 1)
     writer.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=2)}\n```")
 
     sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
@@ -491,17 +486,15 @@ if __name__ == "__main__":
             writer.add_scalar("charts/learning_rate", learning_rate, global_step)
             bar.set_postfix_str(f"SPS {sps:.0f}, return {np.mean(returns[-10:] or math.nan):.1f}")
             bar.update(global_step - bar.n)
-            if due(args.eval_every):
+            if not stopping and (due(args.eval_every) or (last and args.capture_video)):
                 pause = time.perf_counter()
-                eval_returns = evaluate(args, agent, best_actions, stopping, folder / f"videos/{global_step}")
-                if eval_returns:  # none if a signal came
-                    score = float(np.mean(eval_returns))
-                    writer.add_scalar("charts/eval_return", score, global_step)
-                    if best_eval is None or score > best_eval:
-                        best_eval = score
-                        save_checkpoint(folder / "best.pt", args, state)
+                eval_returns = evaluate(args, agent, best_actions, folder / f"videos/{global_step}")
+                score = float(np.mean(eval_returns))
+                writer.add_scalar("charts/eval_return", score, global_step)
+                if score > best_eval:
+                    best_eval = score
+                    save_checkpoint(folder / "best.pt", args, state)
                 sps_time += time.perf_counter() - pause
-            last = last or bool(stopping)  # a signal may have come in the evaluation
             if due(args.checkpoint_every):
                 writer.flush()  # so that the curves of a run that is killed have no gap
                 progress = [global_step, updates, returns, best_eval]
@@ -513,12 +506,11 @@ if __name__ == "__main__":
             wandb.log({str(video.relative_to(folder)): wandb.Video(str(video))})
         wandb.finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False, **asdict(args)}
-    summary |= {"device": device.type, "folder": str(folder), "best_eval_return": best_eval}
-    summary |= {"total_timesteps": global_step, "updates": updates, "sps": sps, "episodes": len(returns)}
+    summary |= {"device": device.type, "folder": str(folder), "total_timesteps": global_step}
+    summary |= {"updates": updates, "sps": sps, "episodes": len(returns), "eval_returns": eval_returns}
     for name, count in {"episodic_return": 100, "episodic_return_10": 10}.items():
         summary[name] = float(np.mean(returns[-count:])) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}
-    summary["eval_returns"] = eval_returns
     print(json.dumps(summary))
     if stopping:
         sys.exit(128 + stopping[0])

@@ -83,16 +83,6 @@ class Scripted(gym.Env):
         return self.row.obs, row.reward, row.terminated, row.truncated, {}
 
 
-class Bytes(Scripted):
-    """Shows images of bytes, of which no two are alike."""
-
-    @staticmethod
-    def image(*seen: int) -> np.ndarray:
-        return np.random.default_rng(seen).integers(256, size=(1, 5), dtype=np.uint8)
-
-    observation_space, see = Box(0, 255, (1, 5), np.uint8), image
-
-
 class Interrupted(Scripted):
     raises: ClassVar = {10: signal.SIGINT, 20: signal.SIGTERM, 30: signal.SIGINT}
 
@@ -442,7 +432,7 @@ def register(kind: type[gym.Env], name: str = "", **options) -> None:
         gym.register(f"{name or kind.__name__}{suffix}-v0", entry_point=either, kwargs=options)
 
 
-KINDS = (Scripted, Balance, Careless, Goal, Faulty, Bytes, Interrupted, Integers, Parts, Lists, Cue)
+KINDS = (Scripted, Balance, Careless, Goal, Faulty, Interrupted, Integers, Parts, Lists, Cue)
 for kind in (*KINDS, Talkative):
     register(kind)
 for suffix, options in {"": {}, "Choices": {"choices": 3}, "Next": {"mode": AutoresetMode.NEXT_STEP}}.items():

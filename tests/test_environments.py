@@ -25,7 +25,7 @@ from conftest import (
 from envs import Faulty
 
 KINDS = ("reward", "observation", "reset")
-FAULTS = [(name, "Faulty", fault) for name in conftest.NOT_ATARI for fault in KINDS]
+FAULTS = [(name, fault) for name in conftest.NOT_ATARI for fault in KINDS]
 every = pytest.mark.parametrize("name", SHORT)
 
 
@@ -50,7 +50,7 @@ def test_a_seed_repeats_a_run_and_no_other_seed_shares_an_environment(name):
 def test_what_is_stored_is_what_was_though_the_environment_changes_its_action_and_its_observation(name):
     result = run(name, *world(name, "Careless"), *SHORT[name], "--num-envs", "2", "--batch-size", "8")
     rows = result["buffer"][:300].numpy().reshape(150, 2, -1)
-    action, seen = (0, slice(3, 7)) if name in DQN else (slice(2, 4), [0, 1, -2, -1])
+    action, seen = 2 if name in DQN else slice(2, 4), [0, 1, -2, -1]
     episode, step = np.divmod(np.arange(150), 3)
     for index, env in enumerate(instances(result)):
         given = np.stack(env.given)
@@ -72,17 +72,16 @@ def test_what_is_learnt_from_a_rollout_is_what_was_though_the_environment_return
         assert np.array_equal(shown, seen)
 
 
-@pytest.mark.parametrize(("name", "kind", "fault"), [*FAULTS, ("dqn", "Bytes", "reward")])
-def test_what_is_not_finite_ends_the_run_and_is_told_with_its_step(name, kind, fault, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("name", "fault"), FAULTS)
+def test_what_is_not_finite_ends_the_run_and_is_told_with_its_step(name, fault, monkeypatch, tmp_path):
     monkeypatch.setattr(Faulty, "made", count())
     monkeypatch.setattr(Faulty, "fault", fault)
-    monkeypatch.setattr("envs.reward", lambda *_: 1e39)  # that of Bytes, and beyond float32
     # What is seen after a reset is stored with the step after it, but for those that look at it before.
     late = name in OFF_POLICY or (name in DISCRETE and name not in MEMORY)
-    step = 2 if kind == "Bytes" else 14 if fault == "reset" and late else 12
+    step = 14 if fault == "reset" and late else 12
     # A message as the status is printed, and the status is 1.
-    with pytest.raises(SystemExit, match=rf"^{name}\.py: error: a row is not finite at step {step}$"):
-        run(name, *world(name, kind), *SHORT[name], "--num-envs", "2", *SAVED, directory=tmp_path)
+    with pytest.raises(SystemExit, match=f"^a row is not finite at step {step}$"):
+        run(name, *world(name, "Faulty"), *SHORT[name], "--num-envs", "2", *SAVED, directory=tmp_path)
     assert not [*tmp_path.glob("runs/*/*.pt")]
 
 
@@ -92,6 +91,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_at_its_log_entry(name, tmp_path)
     args = (*SHORT[name], *rates(name, 1e38), *SAVED)
     args += ("--log-every", 1) if name in OFF_POLICY else ()
     args += ("--policy-frequency", 1) if takes(name, "policy_frequency") else ()
-    with pytest.raises(SystemExit, match=rf"^{name}\.py: error: \w+ is (nan|-?inf) at step \d+$"):
+    with pytest.raises(SystemExit, match=r"^\w+ is (nan|-?inf) at step \d+$"):
         play(name, *args, directory=tmp_path)
     assert not [*tmp_path.glob("runs/*/*.pt")]

@@ -19,10 +19,11 @@ from conftest import (
     load,
     rates,
     run,
+    scripted_world,
     takes,
     world,
 )
-from envs import Bytes, observation, scripted_rows
+from envs import scripted_rows
 from torch import Tensor
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 from torch.overrides import TorchFunctionMode
@@ -33,7 +34,6 @@ FAST = [name for name in ACTOR_CRITIC if takes(name, "num_atoms")]
 fast = pytest.mark.parametrize("name", FAST)
 
 OBS_DIM, ACTION_DIM = 4, 2
-WORLDS = [(name, "Scripted") for name in OFF_POLICY] + [(name, "Bytes") for name in DQN]
 # Environments, gradient steps per agent step, how many those are in all, and how many have the actor. Actions
 # are last chosen at step 41, with four environments at 40: 31 or 30 steps after learning starts.
 OFTEN = [(1, 0.25, 8, 3), (1, 2, 62, 21), (4, 0.25, 8, 3), (4, 1, 30, 10)]
@@ -41,41 +41,36 @@ OFTEN = [(1, 0.25, 8, 3), (1, 2, 62, 21), (4, 0.25, 8, 3), (4, 1, 30, 10)]
 FREQUENCIES = [(1, 1, 7), (1, 2, 6), (1, 4, 8), (1, 4, 3), (1, 3, 7), (1, 30, 31), (4, 1, 3), (4, 4, 8)]
 
 
-def fresh(name: str, num_envs: int = 1, *args, kind: str = "Scripted", **options) -> dict:
+def fresh(name: str, num_envs: int = 1, *args, **options) -> dict:
     """A run of 42 steps in a scripted world; learning starts after ten."""
     fixed = ("--batch-size", 4, "--learning-starts", 10, "--total-timesteps", 42)
     each_step = EACH_STEP if name in DQN else ()
-    return run(name, *world(name, kind), *fixed, *each_step, "--num-envs", num_envs, *args, **options)
+    return run(name, *scripted_world(name), *fixed, *each_step, "--num-envs", num_envs, *args, **options)
 
 
 # ---- Storage and counts ------------------------------------------------------------------------------------
-def history(result: dict, see=observation) -> list:
+def history(result: dict) -> list:
     """All steps of a run: a row, the observation that follows and the action of each environment."""
     of_envs = []
     for env in instances(result):
-        pairs = ((row, after.obs) for row, after in pairwise(scripted_rows(env.seeds[0], see)) if row.valid)
+        pairs = ((row, after.obs) for row, after in pairwise(scripted_rows(env.seeds[0])) if row.valid)
         of_envs.append(((*pair, action) for pair, action in zip(pairs, env.actions, strict=False)))
     return [*zip(*of_envs, strict=True)]
 
 
 def transition(name: str, row, next_obs: np.ndarray, action) -> np.ndarray:
-    """The row of the replay buffer for a transition: where observations are bytes, it is bytes."""
-    obs, next_obs = row.obs.ravel(), next_obs.ravel()
-    if name in DQN:
-        scalars = np.array([action - 5, row.reward, row.terminated], np.float32)
-        kind = np.uint8 if obs.dtype == np.uint8 else np.float32
-        return np.concatenate([scalars.view(kind), obs.astype(kind), next_obs.astype(kind)])
+    """The row of the replay buffer for a transition."""
     low, high = np.array([-1, -0.3]), np.array([0.7, 5])  # for the script from -1 to 1
-    scaled = 2 * (action - low) / (high - low) - 1
+    stored = [action - 5] if name in DQN else 2 * (action - low) / (high - low) - 1
     outcome = [row.reward, row.terminated, *([row.over] if name in FAST else [])]
-    return np.concatenate([obs, scaled, outcome, next_obs]).astype(np.float32)
+    return np.concatenate([row.obs.ravel(), stored, outcome, next_obs.ravel()]).astype(np.float32)
 
 
 @pytest.mark.parametrize(("num_envs", "buffer_size"), [(1, 1000), (1, 10), (3, 10)])
-@pytest.mark.parametrize(("name", "kind"), WORLDS)
-def test_transitions_are_stored_and_whole_episodes_counted(name, kind, num_envs, buffer_size):
-    result = fresh(name, num_envs, "--buffer-size", buffer_size, kind=kind)
-    steps = history(result, Bytes.image if kind == "Bytes" else observation)
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_transitions_are_stored_and_whole_episodes_counted(name, num_envs, buffer_size):
+    result = fresh(name, num_envs, "--buffer-size", buffer_size)
+    steps = history(result)
     conftest.assert_episodes_are_counted(result, ([row for row, *_ in step] for step in steps))
     assert len(result["returns"]) > 10
     expected = [transition(name, *of_env) for step in steps for of_env in step]
@@ -83,7 +78,7 @@ def test_transitions_are_stored_and_whole_episodes_counted(name, kind, num_envs,
     rows = np.zeros((capacity, len(expected[0])), expected[0].dtype)
     for index, row in enumerate(expected):
         rows[index % capacity] = row
-    actions = slice(0, 0) if name in DQN else slice(OBS_DIM, OBS_DIM + ACTION_DIM)
+    actions = slice(OBS_DIM, OBS_DIM + (1 if name in DQN else ACTION_DIM))
     np.testing.assert_allclose(buffer[:, actions], rows[:, actions], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(np.delete(buffer, actions, axis=1), np.delete(rows, actions, axis=1))
     assert (buffer.dtype, int(result["size"])) == (rows.dtype, min(42, capacity))
@@ -298,9 +293,9 @@ def known(name: str, *options) -> dict:
     result = fresh(name, 1, *fixed, *options)
     conftest.begin_anew(result, noise=0.1)
     buffer = result["buffer"].normal_()
-    buffer[:, 2 if name in DQN else 7] = (torch.rand(len(buffer)) < 0.4).float()  # terminated
+    buffer[:, 6 if name in DQN else 7] = (torch.rand(len(buffer)) < 0.4).float()  # terminated
     if name in DQN:
-        buffer[:, 0] = torch.randint(3, (len(buffer),)).float()
+        buffer[:, 4] = torch.randint(3, (len(buffer),)).float()
     if name in FAST:  # over, which truncated rows are, too
         buffer[:, 8] = torch.maximum(buffer[:, 7], (torch.rand(len(buffer)) < 0.2).float())
     return result
@@ -431,7 +426,7 @@ class ByHand:
             self.learn("actor_optimizer", self.losses["actor_loss"])
 
     def dqn(self, with_target: bool) -> None:
-        actions, rewards, terminated, obs, next_obs = self.batch(1, 1, 1, OBS_DIM, OBS_DIM)
+        obs, actions, rewards, terminated, next_obs = self.batch(OBS_DIM, 1, 1, 1, OBS_DIM)
         values, preferred = (self.nets[key](next_obs) for key in ("target_network", "q_network"))
         assert not torch.equal(values.argmax(dim=1), preferred.argmax(dim=1))
         best = (preferred if self.result["args"].double else values).argmax(dim=1)

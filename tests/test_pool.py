@@ -1,4 +1,4 @@
-"""EnvPool's tasks: its physics is Gymnasium's, and pool.py, FastTD3 and Atari's scripts take it as it is."""
+"""EnvPool's tasks: its physics is Gymnasium's, and pool.py and Atari's scripts take it as it is."""
 
 import json
 import os
@@ -160,7 +160,7 @@ def test_a_run_is_counted_seeded_stored_and_evaluated_as_others_are(tmp_path):
 # ---- FastTD3 -----------------------------------------------------------------------------------------------
 def test_only_critics_see_a_privileged_state():
     """In EnvPool's own environments, with a replay buffer that is full; eager and twin compute the same."""
-    task = ("--env-id", "Go1JoystickFlatTerrain-v1", "--num-envs", 2)
+    task = ("--env-id", "pool:EnvPool/Go1JoystickFlatTerrain-v1", "--privileged-dim", 123, "--num-envs", 2)
     small = ("--batch-size", 16, "--buffer-size", 40, "--learning-starts", 20, "--total-timesteps", 60)
     with draws_of_a_twin("fast_td3"):
         eager = run("fast_td3", *task, *small)

@@ -146,7 +146,7 @@ CASES = [(name, EACH_VECTOR_STEP if conftest.takes(name, "num_updates") else ())
 OFTEN = ("--no-autotune", "--policy-frequency", 3, "--target-network-frequency", 2, "--num-envs", 1)
 CASES += [("sac_continuous_action", OFTEN)]
 CASES += [("ppo", ("--env-id", "envs:Codes-v0", "--total-timesteps", 512))]
-CASES += [("dqn", ("--double", "--env-id", "envs:BytesChoices-v0", "--num-envs", 1))]
+CASES += [("dqn", ("--double", "--num-envs", 1))]
 # What a user changes, by the same text in both files (tests/test_changing.py has more). With ReLU the policy
 # of PPO is not NumPy's.
 CASES += [("ppo_continuous_action", (), "nn.Tanh(),", "nn.ReLU(),")]
