@@ -57,8 +57,8 @@ def row(command: str) -> str:
     return " ".join(map(str, cells))
 
 
-# Copies to the device and to the host, and waits, of a step and, on-policy, those that a rollout adds. Another
-# line is right if what is copied or waited for at each step is meant to be.
+# Copies to the device and to the host, and waits, of a step and, on-policy, what a rollout adds. Another line
+# is right if what is copied or waited for at each step is meant to be.
 TABLE = """\
 dqn: 2 1 1
 dqn_torchcompile: 1 1 1
