@@ -19,6 +19,7 @@ EXAMPLES = {
     "A layer": ("td3_continuous_action", *REACHER),
     "A loss": ("dqn", *EACH_STEP, *TWENTY),
     "The data": ("td3_continuous_action", *REACHER, "--num-envs", 3),
+    "A schedule": ("sac_continuous_action", "--env-id", "Reacher-v4", *TWENTY[:-2], "--q-lr", 1e-5),
 }
 
 
@@ -48,6 +49,13 @@ def test_the_same_diff_in_both_files_computes_the_same(title):
     assert_same_numbers(*results, atol=3e-4)
     without = run(name, *args)["losses"]
     assert any(abs(loss - results[0]["losses"][key]) > 1e-3 for key, loss in without.items())
+
+
+def test_an_eager_copy_that_draws_as_its_twin_has_its_numbers():
+    name, *args = EXAMPLES["The data"]
+    with example("Comparing", name):
+        eager = run(name, *args)
+    assert_same_numbers(eager, run(f"{name}_torchcompile", *args))
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
