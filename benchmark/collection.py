@@ -1,8 +1,5 @@
 """The algorithms of the collection: the one table that the benchmark and the tests read.
 
-    python -m benchmark.collection        a line each: script, actions, environment, on- or off-policy, agent
-                                          steps of a run in the profile quick, title
-
 To add an algorithm, add its two files to leanrl/ and its entry below. Tables and plots keep this order.
 """
 
@@ -263,8 +260,3 @@ COLLECTION = {
         checks=(Check("CartPole-v1", 150_000, 250, 500), Check("Acrobot-v1", 100_000, -140, -60)),
     ),
 }
-
-if __name__ == "__main__":
-    for name, algorithm in COLLECTION.items():
-        policy = "on-policy" if algorithm.on_policy else "off-policy"
-        print(name, algorithm.actions, algorithm.env_id, policy, algorithm.quick, algorithm.title)

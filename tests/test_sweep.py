@@ -17,10 +17,10 @@ import pytest
 from conftest import LEANRL, ROOT, make_commit
 from slurm import slurm_cluster, wait_until
 
+from benchmark import records
 from benchmark.collection import COLLECTION
-from benchmark.machine import script_in
+from benchmark.machine import checkpoint_in, script_in, step_of
 from benchmark.modes import LIBRARIES
-from benchmark.report import results
 from benchmark.sweep import __main__ as sweep
 from benchmark.sweep import folder as sweep_folder
 from benchmark.sweep import process as sweep_process
@@ -143,11 +143,11 @@ class House:
         return [int(path.read_text()) for path in self.folder.rglob("checkpoint.pt")]
 
     def curves(self) -> list[dict]:
-        return results.read(self.folder / "curves.jsonl", results.check_curve)
+        return records.read(self.folder / "curves.jsonl", records.check_curve)
 
     def lines(self) -> list[dict]:
         """The results, which have to be in order."""
-        lines = results.read(self.folder / "results.jsonl")
+        lines = records.read(self.folder / "results.jsonl")
         done = [line["job"] for line in lines if line["status"] == "ok"]
         assert [curve["job"] for curve in self.curves()] == done
         assert len({line["job"] for line in lines}) == len(lines)
@@ -211,7 +211,7 @@ def test_places_have_cores_of_their_own_and_take_shares_of_gpus_in_turn(tmp_path
     args = selection.Args(runs_per_gpu=2)
     machine = ThisMachine(args, workers=2, ranks=2, gpus=["3", "5", "6", "7", "9"], lock=0)
     assert machine.free([], 9) == [0, 1, 2, 3] and machine.free([], 1) == [0]
-    assert machine.free([Attempt(tmp_path, None, place) for place in (0, 2)], 9) == [1, 3]
+    assert machine.free([Attempt(tmp_path, None, tmp_path, place) for place in (0, 2)], 9) == [1, 3]
     folders = [tmp_path / str(place) for place in range(4)]
     for folder in folders:
         folder.mkdir()
@@ -272,7 +272,7 @@ def test_real_scripts_are_what_the_sweep_takes_them_for(tmp_path):
         first.terminate()
         time.sleep(0.1)
     assert first.wait(60) == 130
-    step = sweep_process.step_of(sweep_process.checkpoint_in(folder / "runs"))
+    step = step_of(checkpoint_in(folder / "runs"))
     assert start(step + 200).wait(120) == 0
     run = selection.Run(script, "eager", "A", 1, 9, 1)
     record = sweep_folder.Record(tmp_path, selection.Args())
@@ -347,7 +347,7 @@ def test_runs_of_the_original_leanrl_have_its_script_flags_and_interpreter(tmp_p
     assert commands.keys() == {"leanrl", "leanrl_compile"}  # without a GPU
     interpreter, program, clone, script, *flags = commands["leanrl_compile"]
     assert interpreter.endswith(".venv-leanrl/bin/python") and clone == str(tmp_path)
-    assert (Path(program).name, script) == ("leanrl.py", "td3_continuous_action_torchcompile")
+    assert (Path(program).name, script) == ("original.py", "td3_continuous_action_torchcompile")
     assert "--compile" in flags and not {"--compile", "--cudagraphs"} & {*commands["leanrl"]}
     without = selection.select(selection.Args(peers=python), gpus=[])
     assert {"cleanrl", "sb3", "sbx", "rltools", "eager", "compile"} == {run.mode for run in without}

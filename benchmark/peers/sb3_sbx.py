@@ -13,25 +13,17 @@ is compiled, for JAX compiles when it first learns: of PPO after two rollouts, o
 agent steps in which they learn as --settle says. --threads are PyTorch's; JAX has its own.
 """
 
-import time
-
-# ruff: noqa: E402
-START_TIME = time.perf_counter()  # the imports below count, as in the scripts
-
 import argparse
 import importlib
-import json
-import sys
-from pathlib import Path
+import time
 
 import gymnasium as gym
 import jax
-import torch
+import peer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it runs in an environment of its own
 from benchmark.collection import COLLECTION
 
 PACKAGES = {"sb3": "stable_baselines3", "sbx": "sbx"}
@@ -90,16 +82,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("peer", choices=PACKAGES)
     parser.add_argument("script", choices=COLLECTION)
-    parser.add_argument("--env-id", required=True)
-    for name in ("--seed", "--total-timesteps"):
-        parser.add_argument(name, type=int, required=True)
-    for name in ("--num-envs", "--batch-size", "--width", "--num-steps", "--threads"):
+    for name in ("--num-envs", "--batch-size", "--width", "--num-steps"):
         parser.add_argument(name, type=int)
     for name, default in (("--learning-starts", 0), ("--settle", 500)):
         parser.add_argument(name, type=int, default=default)
-    args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    args, _ = peer.parse(parser)
     entry = COLLECTION[args.script]
     algorithm, num_envs = getattr(entry, args.peer), args.num_envs or entry.num_envs
     if algorithm is None:
@@ -127,17 +114,8 @@ def main() -> None:
     stopwatch = Stopwatch(args.learning_starts + start)
     model.learn(args.total_timesteps, callback=stopwatch)
     elapsed = time.perf_counter() - stopwatch.started if stopwatch.started else None
-    summary = {
-        "script": args.peer,
-        "env_id": args.env_id,
-        "seed": args.seed,
-        "total_timesteps": args.total_timesteps,
-        "sps": (model.num_timesteps - stopwatch.start) / elapsed if elapsed else None,
-        "startup_seconds": None,
-        "wall_seconds": time.perf_counter() - START_TIME,
-        "device": str(model.device) if args.peer == "sb3" else jax.default_backend(),
-    }
-    print(json.dumps(summary))
+    sps = (model.num_timesteps - stopwatch.start) / elapsed if elapsed else None
+    peer.tell(args.peer, args, sps, str(model.device) if args.peer == "sb3" else jax.default_backend())
 
 
 if __name__ == "__main__":

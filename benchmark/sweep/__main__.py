@@ -25,12 +25,12 @@ from typing import TextIO
 import submitit
 import tyro
 
+from benchmark import records
 from benchmark.machine import usable_cores
-from benchmark.report import results
 from benchmark.report.__main__ import report_folder
-from benchmark.sweep.executors import Attempt, Slurm, ThisMachine
+from benchmark.sweep.executors import ENDED, Attempt, Slurm, ThisMachine
 from benchmark.sweep.folder import Record, claim, default_folder, read_outcome
-from benchmark.sweep.process import SAVE_SECONDS, Job, tail
+from benchmark.sweep.process import SAVE_SECONDS, Job, last_lines, tail
 from benchmark.sweep.runs import PROFILES, Args, Run, check_args, select, visible_gpus
 from benchmark.terminal import PROGRAM, say
 
@@ -40,6 +40,12 @@ REFUSED_SECONDS = 60  # after which Slurm is asked again to take runs
 def refusal(error: Exception) -> str:
     """Why Slurm did not take runs, in one line."""
     return " ".join(str(error).split())[-300:]
+
+
+def catch_signals() -> None:
+    """Have SIGINT and SIGTERM raise KeyboardInterrupt."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 class Sweep:
@@ -110,18 +116,17 @@ class Sweep:
             resumable = run.checkpoint_every is not None
             command, ranks = run.command(*self.peers), run.ranks or 1
             jobs.append(Job(command, str(cache), self.time_limit, resumable, ranks=ranks))
-        with self.executor.submission():
-            for run, attempt in zip(runs, self.executor.start(folders, jobs, places), strict=True):
-                self.attempts[run] += 1
-                self.running[run] = attempt
+        for run, attempt in zip(runs, self.executor.start(folders, jobs, places), strict=True):
+            self.attempts[run] += 1
+            self.running[run] = attempt
 
     def collect(self) -> None:
         """Record the runs that have ended, or put them back into the queue for another attempt."""
-        self.executor.look()
+        self.executor.look(list(self.running.values()))
         for run, attempt in list(self.running.items()):
-            if self.executor.state(attempt).startswith("PENDING"):
+            if attempt.state.startswith("PENDING"):
                 attempt.start = time.monotonic()  # its time has not begun
-            attempt.ended = (attempt.ended or time.monotonic()) if self.executor.ended(attempt) else None
+            attempt.ended = (attempt.ended or time.monotonic()) if attempt.state == ENDED else None
             outcome = read_outcome(attempt.folder)
             # What a node has written may take a minute to be seen here.
             lost = attempt.ended and time.monotonic() >= attempt.ended + self.executor.patience
@@ -129,8 +134,8 @@ class Sweep:
                 continue
             del self.running[run]
             if not outcome:
-                died = {"status": "failed", "reason": "the process that ran it died"}
-                outcome = died | {"log": self.executor.log(attempt)}
+                outcome = {"status": "failed", "reason": "the process that ran it died"}
+                outcome["log"] = last_lines(attempt.log)
             # Status 2 is a bad argument, which would be no better the second time.
             hopeless = self.attempts[run] >= self.most_attempts or outcome.get("reason") == "exit status 2"
             if outcome["status"] == "failed" and not hopeless:
@@ -141,8 +146,13 @@ class Sweep:
                 self.add(*self.record.lines_of(run, outcome, number))
 
     def run(self) -> None:
-        """Do all that is missing. Where Slurm refuses runs after it has taken some, it is asked again."""
-        ask = time.monotonic()
+        """Do all that is missing. Where Slurm refuses runs after it has taken some, it is asked again.
+
+        Raises KeyboardInterrupt after SIGINT or SIGTERM, and not before all that was started is noted.
+        """
+        ask, asked_to_stop = time.monotonic(), []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: asked_to_stop.append(True))
         while self.queue or self.running:
             running, waiting = list(self.running.values()), len(self.queue) * (time.monotonic() >= ask)
             if places := self.executor.free(running, waiting):
@@ -150,28 +160,33 @@ class Sweep:
                 try:
                     self.submit(runs, places)
                 except submitit.core.utils.FailedJobError as error:
-                    if not any(self.attempts.values()):
+                    if not asked_to_stop and not any(self.attempts.values()):
                         raise
                     self.queue.extendleft(reversed(runs))
                     ask = time.monotonic() + REFUSED_SECONDS
                     say(f"Slurm does not take {', '.join(run.name for run in runs)} now: {refusal(error)}")
             self.show()
-            time.sleep(self.executor.pause)
+            until = time.monotonic() + self.executor.pause
+            while not asked_to_stop and time.monotonic() < until:
+                time.sleep(min(self.executor.pause, 0.1))
+            if asked_to_stop:
+                raise KeyboardInterrupt
             self.collect()
+        catch_signals()
         self.show()
 
     def stop(self) -> None:
         """End all that is running, and see it end."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        for attempt in self.running.values():
-            self.executor.stop(attempt)
-        if self.running:
-            say(f"waiting for {len(self.running)} run{'s' * (len(self.running) > 1)} to end")
+        running = list(self.running.values())
+        self.executor.stop(running)
+        if running:
+            say(f"waiting for {len(running)} run{'s' * (len(running) > 1)} to end")
         end = time.monotonic() + SAVE_SECONDS + 10
-        while not all(map(self.executor.ended, self.running.values())) and time.monotonic() < end:
+        while any(attempt.state != ENDED for attempt in running) and time.monotonic() < end:
             time.sleep(0.2)
-            self.executor.look()
+            self.executor.look(running)
 
     def minutes_left(self) -> str:
         """An estimate from runs of the same script and mode, or all runs; none before the first has ended."""
@@ -187,15 +202,15 @@ class Sweep:
     def describe(self, run: Run, attempt: Attempt) -> str:
         """A run that is going on, with how far it is, or what Slurm says of one that waits."""
         name = f"{run.algorithm} {run.mode} seed {run.seed}"
-        if (state := self.executor.state(attempt)).startswith("PENDING"):
-            return f"{name} {state.lower()}"
+        if attempt.state.startswith("PENDING"):
+            return f"{name} {attempt.state.lower()}"
         log = attempt.folder / "log.txt"
         percent = re.findall(r"(\d+)%\|", tail(log, 400)) if log.exists() else []
         return f"{name} {percent[-1]} %" if percent else name
 
     def show(self) -> None:
         """The line of progress: rewritten in place on a terminal, elsewhere a new one a change."""
-        states = tuple(sorted({self.executor.state(attempt) for attempt in self.running.values()}))
+        states = tuple(sorted({attempt.state for attempt in self.running.values()}))
         key = (self.done, self.failed, tuple(self.running), states)
         if not sys.stderr.isatty() and key == self.shown:
             return
@@ -224,7 +239,7 @@ def work(args: Args, runs: list[Run], folder: Path, gpus: list[str]) -> int:
         status, message = 130, "stopped"
     except submitit.core.utils.FailedJobError as error:
         status, message = 2, f"{PROGRAM}: error: Slurm refused the runs: {refusal(error)}"
-    except (results.ResultsError, OSError) as error:
+    except (records.ResultsError, OSError) as error:
         status, message = 2, f"{PROGRAM}: error: --folder {folder}: {error}"
     if sweep:
         sweep.stop()
@@ -238,8 +253,7 @@ def main() -> int:
     check_args(args)
     gpus = visible_gpus(args)
     runs = select(args, gpus)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+    catch_signals()
     return work(args, runs, (args.folder or default_folder(args)).absolute(), gpus)
 
 

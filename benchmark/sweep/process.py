@@ -26,8 +26,8 @@ import psutil
 import pynvml
 
 from benchmark import ROOT
-from benchmark.machine import children_usage, provenance, summary_of
-from benchmark.report.curve import grouped, in_groups, logged
+from benchmark.curve import grouped, in_groups, logged
+from benchmark.machine import checkpoint_in, children_usage, provenance, step_of, summary_of
 
 SAMPLE_SECONDS = 0.5
 SAVE_SECONDS = 25  # for a last checkpoint; the sweep waits longer, Slurm kills after 30
@@ -100,18 +100,6 @@ class GpuSampler:
         columns = grouped([second - start for second in self.seconds], self.utilization)
         seconds, utilization = (column.round(2).tolist() for column in columns)
         return {"gpu_seconds": seconds, "gpu_utilization": utilization}
-
-
-def checkpoint_in(runs: Path) -> Path | None:
-    """The checkpoint of the run whose folder is in `runs`, or None where it has none."""
-    return next(runs.glob("*/checkpoint.pt"), None)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The agent step at which a checkpoint was written."""
-    import torch  # takes two seconds, which a run without a checkpoint need not wait
-
-    return torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)["progress"][0]
 
 
 def tail(path: Path, size: int = 20_000) -> str:

@@ -157,7 +157,7 @@ class Run:
         mode, programs = MODES[self.mode], ROOT / "benchmark" / "peers"
         if self.mode in ORIGINAL:
             script = f"{COLLECTION[self.algorithm].leanrl}{mode.suffix}"
-            which = [str(programs / "leanrl.py"), str(leanrl.absolute()), script]
+            which = [str(programs / "original.py"), str(leanrl.absolute()), script]
             return [str(LEANRL_PYTHON), *which, *mode.flags, *options]
         if self.mode in PEERS:
             program, *library = mode.program

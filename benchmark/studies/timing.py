@@ -1,0 +1,89 @@
+"""What the studies share: runs that are timed in turn, and the file that their lines are written to."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmark import ROOT, records
+from benchmark.machine import mebibytes, provenance, summary_of
+from benchmark.modes import MODES
+from benchmark.tables import machine_of
+from benchmark.terminal import lines_of_output
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run to be timed: what its line says of it, and its command, for a folder that it may write to."""
+
+    about: dict
+    command: Callable[[Path], list]
+    more: Callable[[float, float], dict] = lambda sps, memory: {}
+    """what else the line says, made of steps/s and of the most MiB that the run held"""
+
+
+def of_library(mode: str, script: str, peers: Path) -> list:
+    """The command of a library's mode, without options."""
+    program, *library = MODES[mode].program
+    return [peers.absolute(), ROOT / "benchmark" / "peers" / program, *library, script]
+
+
+def options(values: dict) -> list[str]:
+    """Options as a command line has them."""
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+def run_for_summary(command: list[str], folder: Path) -> tuple[float, float]:
+    """Run a command in a folder; gives its steps/s, and the most MiB that it held.
+
+    Raises RuntimeError, with the end of its log, where it fails or has no speed.
+    """
+    with (folder / "out.txt").open("wb") as out, (folder / "log.txt").open("wb") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=log)
+        _, status, usage = os.wait4(process.pid, 0)
+    summary = summary_of(folder / "out.txt")
+    if status or not summary or not summary.get("sps"):
+        raise RuntimeError(f"{' '.join(command)}\n{(folder / 'log.txt').read_text()[-2000:]}")
+    return summary["sps"], mebibytes(usage.ru_maxrss)
+
+
+def time_runs(points: Iterable[Point], output: Path | None, check: Callable) -> tuple[list[dict], int]:
+    """Time runs one after the other; gives their lines, and the exit status: 1 where some failed.
+
+    Each line is printed, and put into the file `output`, where it replaces that of the same run. A run whose
+    line there is of this commit and machine is not timed again, nor is a command that is that of another run.
+    """
+    lines, status, timed = [], 0, {}
+    recorded = lines_of_output(output, check)
+    for point in points:
+        same = next((line for line in recorded if line.items() >= point.about.items()), None)
+        with tempfile.TemporaryDirectory() as folder:
+            command = list(map(str, point.command(Path(folder))))
+            about = provenance((command[0], __file__), dict(os.environ))
+            if not same or not is_of(same, about):
+                try:
+                    found = timed.get(tuple(command)) or run_for_summary(command, Path(folder))
+                except RuntimeError as error:
+                    print(error, file=sys.stderr)
+                    status = 1
+                    continue
+                timed[tuple(command)] = found
+                line = {"format": records.FORMAT, "status": "ok", **point.about, "sps": found[0]}
+                line |= point.more(*found) | about
+                recorded = [line if old is same else old for old in recorded] + [line] * (same is None)
+                same = line
+        lines.append(same)
+        print(f"{' '.join(map(str, point.about.values()))}: {same['sps']:.0f} steps/s", flush=True)
+        if output:
+            records.replace(output, recorded, check)
+    return lines, status
+
+
+def is_of(line: dict, now: dict) -> bool:
+    """Whether a line would be measured again as it is; a checkout with changes is never the same."""
+    commit = now["git_commit"]
+    known = commit is not None and not commit.endswith("-dirty")
+    return known and line["git_commit"] == commit and machine_of(line) == machine_of(now)
