@@ -34,7 +34,7 @@ def timed(lines: list[dict]) -> list[dict]:
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
     """A table whose first column is text and whose others are figures, without columns that are empty."""
-    kept = [index for index in range(len(header)) if not rows or any(row[index] for row in rows)]
+    kept = [index for index in range(len(header)) if any(row[index] for row in rows)]
     rule = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(row[index] for index in kept)} |" for row in [header, rule, *rows])
 

@@ -343,7 +343,7 @@ def test_runs_of_the_original_leanrl_have_its_script_flags_and_interpreter(tmp_p
         selection.check_args(args)
     runs = [run for run in selection.select(args, gpus=[]) if run.mode.startswith("leanrl")]
     assert {run.algorithm for run in runs} == {"td3_continuous_action"}  # its Atari script needs gym
-    commands = {run.mode: run.command(None, tmp_path) for run in runs}
+    commands = {run.mode: run.command(args) for run in runs}
     assert commands.keys() == {"leanrl", "leanrl_compile"}  # without a GPU
     interpreter, program, clone, script, *flags = commands["leanrl_compile"]
     assert interpreter.endswith(".venv-leanrl/bin/python") and clone == str(tmp_path)
@@ -362,16 +362,17 @@ def test_cleanrls_scripts_that_its_package_does_not_have_run_from_a_clone(tmp_pa
         selection.check_args(args)
     (tmp_path / "cleanrl" / "pqn.py").touch()
     selection.check_args(args)
-    commands = {r.algorithm: r.command(args.peers, None, tmp_path) for r in selection.select(args, gpus=[])}
+    commands = {r.algorithm: r.command(args) for r in selection.select(args, gpus=[])}
     assert f"--cleanrl={tmp_path}" in commands["pqn"] and f"--cleanrl={tmp_path}" not in commands["ppo"]
 
 
 def test_libraries_take_one_thread_where_our_scripts_do():
     """Unless told, PyTorch takes all cores."""
     ours = {name for name in COLLECTION if "set_num_threads(1)" in (LEANRL / f"{name}.py").read_text()}
-    runs = selection.select(selection.Args(peers=Path(sys.executable)), gpus=[])
+    args = selection.Args(peers=Path(sys.executable))
+    runs = selection.select(args, gpus=[])
     for run in runs:
-        on_one = "--threads=1" in run.command(Path(sys.executable))
+        on_one = "--threads=1" in run.command(args)
         assert on_one == (run.algorithm in ours and run.mode in LIBRARIES), run
     assert {run.mode for run in runs if run.algorithm in ours} >= {"cleanrl", "sb3", "sbx"}
 
@@ -381,12 +382,12 @@ def test_a_run_in_several_processes_is_started_by_torchrun():
     runs = [run for run in selection.select(args, gpus=list("0123")) if run.mode == "ranks_both"]
     assert {run.algorithm for run in runs} == {"ppo_atari_envpool"}
     for run in runs:
-        _, *torchrun, script, compiled, graphs, _, seed = run.command(None)[:10]
+        _, *torchrun, script, compiled, graphs, _, seed = run.command(args)[:10]
         assert torchrun == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         assert script == str(LEANRL / f"{run.algorithm}_multigpu.py")
         assert [compiled, graphs, seed] == ["--compile", "--cudagraphs", "--seed=3"]
         assert run.name.endswith(f"-{run.steps}-ranks=4-num-envs=2-seed3")
-        assert script_in(run.command(None)) == Path(script)
+        assert script_in(run.command(args)) == Path(script)
     assert "ranks_both" not in {run.mode for run in selection.select(args, gpus=list("012"))}
 
 

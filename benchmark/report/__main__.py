@@ -21,7 +21,7 @@ from benchmark.collection import COLLECTION
 from benchmark.machine import step_of
 from benchmark.report import learning, plots, speed
 from benchmark.studies import environments
-from benchmark.tables import machines
+from benchmark.tables import machines, timed
 from benchmark.terminal import refuse
 
 SHOWN = re.compile(r"\((?:docs/)?plots/((\w+)-([\w-]+)\.png)\)")
@@ -102,7 +102,7 @@ def report_folder(folder: Path) -> bool:
     if not (folder / "results.jsonl").exists():
         raise records.ResultsError(f"{folder} is not the folder of a sweep: it has no results.jsonl")
     lines = records.read(folder / "results.jsonl", growing=True)
-    print(speed.speed_table(lines))
+    print(speed.speed_table(lines) if timed(lines) else "no run has a speed of its own yet")
     sweep = folder / "sweep.json"
     described = records.read(sweep, records.check_description) if sweep.exists() else []
     checks = [line for line in lines if any(one["profile"] == "check" for one in described)]

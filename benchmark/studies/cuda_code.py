@@ -16,7 +16,6 @@ without CUDA.
 """
 
 import ast
-import inspect
 import re
 import sys
 import traceback
@@ -24,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager, redirect_stdout
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from io import StringIO
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
@@ -89,34 +88,20 @@ def one_line(error: Exception) -> str:
 
 
 def recording_compile(graphs: list[Graph], compile_function: Callable) -> Callable:
-    """A torch.compile that appends to `graphs` what Inductor would get, and runs that as it is.
+    """A torch.compile that appends to `graphs` what Inductor would get, and runs that as it is."""
 
-    A graph is named by the function and, where it has arguments that are no tensors, by these.
-    """
+    def layout(x: object) -> object:
+        is_tensor = isinstance(x, torch.Tensor)
+        return (x.size(), x.stride(), x.storage_offset(), x.dtype) if is_tensor else x
 
     def recording(function: Callable, **options) -> Callable:
-        calls = []
-        is_network = isinstance(function, torch.nn.Module)  # the policy of PPO
-        name, call_of = ("act", function.forward) if is_network else (function.__name__, function)
-
-        def layout(x: object) -> object:
-            is_tensor = isinstance(x, torch.Tensor)
-            return (x.size(), x.stride(), x.storage_offset(), x.dtype) if is_tensor else x
+        name = getattr(function, "__name__", "act")  # PPO's policy is a module
 
         def record(module: fx.GraphModule, inputs: list, **_) -> Callable:
-            graphs.append(Graph(calls[-1], module, list(map(layout, inputs))))
+            graphs.append(Graph(name, module, list(map(layout, inputs))))
             return module.forward
 
-        compiled = compile_function(function, backend=partial(compile_fx, inner_compile=record), **options)
-
-        @wraps(function)
-        def call(*args, **kwargs) -> object:
-            given = inspect.signature(call_of).bind(*args, **kwargs).arguments.items()
-            kinds = [f"{key}={value}" for key, value in given if not isinstance(value, torch.Tensor)]
-            calls.append(f"{name}({', '.join(kinds)})" if kinds else name)
-            return compiled(*args, **kwargs)
-
-        return call
+        return compile_function(function, backend=partial(compile_fx, inner_compile=record), **options)
 
     return recording
 

@@ -24,7 +24,7 @@ import tyro
 from benchmark import LEANRL, RESULTS, records
 from benchmark.collection import COLLECTION
 from benchmark.modes import MODES
-from benchmark.studies.timing import Point, of_library, options, time_runs
+from benchmark.studies.timing import Args, Point, of_library, options, time_runs
 from benchmark.tables import by, by_machine, fastest, markdown, ratio, speeds
 from benchmark.terminal import check_interpreter, check_names
 
@@ -85,17 +85,11 @@ def published_runs(num_envs: int) -> list[dict]:
 
 
 @dataclass
-class Args:
+class OwnArgs(Args):
     scripts: tuple[str, ...] = tuple(SIZES)
     """eager scripts; their twins are timed"""
     num_envs: tuple[int, ...] | None = None
     """numbers of environments, each script's own by default"""
-    rounds: int = 3
-    """how often each is timed"""
-    peers: Path | None = None
-    """the interpreter of an environment with requirements/peers.txt"""
-    output: Path | None = None
-    """a file of results to write to"""
 
 
 def command(script: str, mode: str, num_envs: int, seed: int, peers: Path | None, folder: Path) -> list:
@@ -113,7 +107,7 @@ def command(script: str, mode: str, num_envs: int, seed: int, peers: Path | None
     return [sys.executable, twin, "--compile", "--no-cuda", *options(sizes)]
 
 
-def points(args: Args) -> Iterator[Point]:
+def points(args: OwnArgs) -> Iterator[Point]:
     """All that is to be timed, in rounds."""
     for seed in range(1, args.rounds + 1):
         for script in args.scripts:
@@ -125,7 +119,7 @@ def points(args: Args) -> Iterator[Point]:
 
 
 def main() -> int:
-    args = tyro.cli(Args)
+    args = tyro.cli(OwnArgs)
     check_names("scripts", args.scripts, SIZES)
     check_interpreter("peers", args.peers)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the libraries, too, run on the CPU

@@ -14,7 +14,6 @@ Exit status: 0 all runs are timed, 1 some failed, 2 a bad argument.
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -24,7 +23,7 @@ import tyro
 from benchmark import records
 from benchmark.modes import MODES
 from benchmark.studies.scaling import widened
-from benchmark.studies.timing import Point, of_library, options, time_runs
+from benchmark.studies.timing import Args, Point, of_library, options, time_runs
 from benchmark.tables import by, by_machine, by_mode, markdown, ratio, speeds
 from benchmark.terminal import check_interpreter
 
@@ -60,16 +59,6 @@ def table(lines: list[dict]) -> str:
         beside = ratio(modes.get("compile"), modes.get("rltools"))
         rows.append([f"{script}, {width}-{width}, batch {batch}, {env_id}", *cells, beside])
     return markdown(["steps/s on one core", *COLUMNS.values(), "LeanRL x RLtools"], rows)
-
-
-@dataclass
-class Args:
-    rounds: int = 3
-    """how often each is timed"""
-    peers: Path | None = None
-    """the interpreter of an environment with requirements/peers.txt"""
-    output: Path | None = None
-    """a file of results to write to"""
 
 
 def command(about: dict, steps: int, peers: Path | None, folder: Path) -> list:

@@ -15,6 +15,16 @@ from benchmark.tables import machine_of
 from benchmark.terminal import lines_of_output
 
 
+@dataclass
+class Args:
+    rounds: int = 3
+    """how often each is timed"""
+    peers: Path | None = None
+    """the interpreter of an environment with requirements/peers.txt"""
+    output: Path | None = None
+    """a file of results to write to"""
+
+
 @dataclass(frozen=True)
 class Point:
     """A run to be timed: what its line says of it, and its command, for a folder that it may write to."""

@@ -86,18 +86,15 @@ def compare(title: str, calls: int, **variants: Callable[[], object]) -> list[di
     return [line | {"microseconds": 1e6 * x} for line, x in zip(about, medians.values(), strict=True)]
 
 
-class SingleCritic(nn.Module):
-    """One critic as a plain module: (batch, obs + actions) to (batch,)."""
+def mlp(activation: type[nn.Module], *sizes: int) -> nn.Sequential:
+    """Linear layers of these sizes, on the CPU, with an activation between two."""
+    layers = [nn.Linear(before, after) for before, after in itertools.pairwise(sizes)]
+    return nn.Sequential(*[part for layer in layers for part in (layer, activation())][:-1])
 
-    def __init__(self):
-        super().__init__()
-        sizes = (OBS + ACTIONS, 256, 256, 1)
-        self.layers = nn.ModuleList(nn.Linear(a, b, device=DEVICE) for a, b in itertools.pairwise(sizes))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers[:-1]:
-            x = layer(x).relu()
-        return self.layers[-1](x).squeeze(1)
+def single_critic() -> nn.Sequential:
+    """One critic as plain modules: (batch, obs + actions) to (batch, 1)."""
+    return mlp(nn.ReLU, OBS + ACTIONS, 256, 256, 1).to(DEVICE)
 
 
 class BatchedCritics(nn.Module):
@@ -105,7 +102,7 @@ class BatchedCritics(nn.Module):
 
     def __init__(self):
         super().__init__()
-        pairs = list(zip(SingleCritic().layers, SingleCritic().layers, strict=True))
+        pairs = list(zip(single_critic()[::2], single_critic()[::2], strict=True))
         weights = (torch.stack([layer.weight.detach().T for layer in pair]) for pair in pairs)
         biases = (torch.stack([layer.bias.detach() for layer in pair])[:, None] for pair in pairs)
         self.weights, self.biases = nn.ParameterList(weights), nn.ParameterList(biases)
@@ -121,7 +118,7 @@ class BatchedCritics(nn.Module):
 def critics() -> list[dict]:
     x = torch.randn(BATCH, OBS + ACTIONS, device=DEVICE)
     ensemble = BatchedCritics()
-    pair = [SingleCritic(), SingleCritic()]
+    pair = [single_critic(), single_critic()]
     stacked, _ = stack_module_state(pair)
     skeleton = copy.deepcopy(pair[0]).to("meta")
 
@@ -185,8 +182,7 @@ def optimizers() -> list[dict]:
 def gradients() -> list[dict]:
     obs = torch.randn(BATCH, OBS, device=DEVICE)
     critic = BatchedCritics()
-    first = (nn.Linear(OBS, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU())
-    actor = nn.Sequential(*first, nn.Linear(256, ACTIONS), nn.Tanh()).to(DEVICE)
+    actor = mlp(nn.ReLU, OBS, 256, 256, ACTIONS).append(nn.Tanh()).to(DEVICE)
     actor_params = list(actor.parameters())
 
     def loss() -> Tensor:
@@ -250,57 +246,43 @@ def advantages() -> list[dict]:
     return compare("advantages of 2048 steps", 2, **variants)
 
 
-def layers_of(network: nn.Sequential) -> list[list[np.ndarray]]:
-    """Weight and bias of each linear layer."""
-    return [[parameter.detach().numpy() for parameter in layer.parameters()] for layer in network[::2]]
-
-
-def compare_acting(title: str, in_numpy: Callable, in_pytorch: Callable) -> list[dict]:
+def compare_acting(title: str, network: nn.Sequential, obs: Tensor, hidden: Callable, choose: Callable):
+    """Time what acts on observations, (num_envs, obs): the network, and `choose` on what it gives."""
     torch._dynamo.reset()  # else it would compile the second size for all
+    layers = [[parameter.detach().numpy() for parameter in layer.parameters()] for layer in network[::2]]
+    host_obs, on_device = obs.numpy(), copy.deepcopy(network).to(DEVICE)
+
+    def in_numpy() -> np.ndarray:
+        x = host_obs
+        for weight, bias in layers[:-1]:
+            x = hidden(x @ weight.T + bias)
+        return choose(x @ layers[-1][0].T + layers[-1][1])
+
+    def in_pytorch() -> np.ndarray:
+        return choose(on_device(obs.to(DEVICE))).cpu().numpy()
+
     with torch.no_grad():
         variants = {"in_numpy": in_numpy, "in_pytorch": in_pytorch, "compiled": torch.compile(in_pytorch)}
         return compare(title, 200, **variants)
 
 
 def acting(num_envs: int) -> list[dict]:
-    obs = torch.randn(num_envs, OBS)
-    actor = nn.Sequential(nn.Linear(OBS, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, ACTIONS))
-    *hidden, last = layers_of(actor)
-    host_obs, on_device = obs.numpy(), copy.deepcopy(actor).to(DEVICE)
-
-    def in_numpy() -> np.ndarray:
-        x = host_obs
-        for weight, bias in hidden:
-            x = np.tanh(x @ weight.T + bias)
-        return x @ last[0].T + last[1]
-
-    def in_pytorch() -> np.ndarray:
-        return on_device(obs.to(DEVICE)).cpu().numpy()
-
-    return compare_acting(f"PPO's actions for {num_envs} environments", in_numpy, in_pytorch)
+    actor, title = mlp(nn.Tanh, OBS, 64, 64, ACTIONS), f"PPO's actions for {num_envs} environments"
+    return compare_acting(title, actor, torch.randn(num_envs, OBS), np.tanh, lambda actions: actions)
 
 
 def exploring(num_envs: int) -> list[dict]:
-    obs, epsilon = torch.randn(num_envs, 4), torch.tensor(0.1)
-    network = nn.Sequential(nn.Linear(4, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 2))
-    *hidden, last = layers_of(network)
-    host_obs, on_device, share = obs.numpy(), copy.deepcopy(network).to(DEVICE), epsilon.to(DEVICE)
+    epsilon, share = torch.tensor(0.1), torch.tensor(0.1, device=DEVICE)
 
-    def in_numpy() -> np.ndarray:
-        values = host_obs
-        for weight, bias in hidden:
-            values = (values @ weight.T + bias).clip(min=0)
-        values = values @ last[0].T + last[1]
-        explores, random = torch.rand(num_envs) < epsilon, torch.randint(2, (num_envs,))
-        return np.where(explores.numpy(), random.numpy(), values.argmax(axis=1))
-
-    def in_pytorch() -> np.ndarray:
-        values = on_device(obs.to(DEVICE))
+    def choose(values: Tensor | np.ndarray) -> Tensor | np.ndarray:
+        if isinstance(values, np.ndarray):
+            explores, random = torch.rand(num_envs) < epsilon, torch.randint(2, (num_envs,))
+            return np.where(explores.numpy(), random.numpy(), values.argmax(axis=1))
         best = values.argmax(dim=1)
-        explores = torch.rand_like(values[:, 0]) < share
-        return torch.where(explores, torch.randint_like(best, 2), best).cpu().numpy()
+        return torch.where(torch.rand_like(values[:, 0]) < share, torch.randint_like(best, 2), best)
 
-    return compare_acting(f"DQN's actions for {num_envs} environments", in_numpy, in_pytorch)
+    network, title = mlp(nn.ReLU, 4, 120, 84, 2), f"DQN's actions for {num_envs} environments"
+    return compare_acting(title, network, torch.randn(num_envs, 4), lambda x: x.clip(min=0), choose)
 
 
 def convolutions() -> list[dict]:
@@ -318,7 +300,7 @@ def convolutions() -> list[dict]:
 
 
 def habits() -> list[dict]:
-    critic = SingleCritic()
+    critic = single_critic()
     x = torch.randn(BATCH, 256, device=DEVICE)
     args = Namespace(gamma=0.99)
     gamma = args.gamma

@@ -34,6 +34,7 @@ from benchmark.sweep.process import SAVE_SECONDS, Job, last_lines, tail
 from benchmark.sweep.runs import PROFILES, Args, Run, check_args, select, visible_gpus
 from benchmark.terminal import PROGRAM, say
 
+DIED = "the process that ran it died"
 REFUSED_SECONDS = 60  # after which Slurm is asked again to take runs
 
 
@@ -52,8 +53,7 @@ class Sweep:
     """The runs of a selection on their way into the files of results of a folder."""
 
     def __init__(self, args: Args, runs: list[Run], folder: Path, gpus: list[str], lock: TextIO):
-        self.runs, self.folder, self.most_attempts = runs, folder, args.attempts
-        self.peers = args.peers, args.leanrl, args.cleanrl
+        self.args, self.runs, self.folder = args, runs, folder
         self.time_limit = 60 * (args.time_limit or PROFILES[args.profile].time_limit)
         all_at_once = args.profile in ("learning", "check") and args.cluster == "local"
         ranks = max(run.ranks or 1 for run in runs)
@@ -114,7 +114,7 @@ class Sweep:
         for run in runs:
             cache = self.folder / "cache" / f"{run.algorithm}-{run.mode}-{run.env_id.replace('/', '_')}"
             resumable = run.checkpoint_every is not None
-            command, ranks = run.command(*self.peers), run.ranks or 1
+            command, ranks = run.command(self.args), run.ranks or 1
             jobs.append(Job(command, str(cache), self.time_limit, resumable, ranks=ranks))
         for run, attempt in zip(runs, self.executor.start(folders, jobs, places), strict=True):
             self.attempts[run] += 1
@@ -133,11 +133,9 @@ class Sweep:
             if not outcome and not lost:
                 continue
             del self.running[run]
-            if not outcome:
-                outcome = {"status": "failed", "reason": "the process that ran it died"}
-                outcome["log"] = last_lines(attempt.log)
+            outcome = outcome or {"status": "failed", "reason": DIED, "log": last_lines(attempt.log)}
             # Status 2 is a bad argument, which would be no better the second time.
-            hopeless = self.attempts[run] >= self.most_attempts or outcome.get("reason") == "exit status 2"
+            hopeless = self.attempts[run] >= self.args.attempts or outcome.get("reason") == "exit status 2"
             if outcome["status"] == "failed" and not hopeless:
                 say(f"once more: {run.name}: {outcome['reason']}")
                 self.queue.appendleft(run)
