@@ -27,30 +27,24 @@ from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 from benchmark.collection import COLLECTION
 
 PACKAGES = {"sb3": "stable_baselines3", "sbx": "sbx"}
+# By the class and the kind of actions. The libraries advise the CPU for PPO on small networks.
 OFF_POLICY = {"train_freq": 1, "gradient_steps": -1, "batch_size": 256}
 OFF_POLICY |= {"policy_kwargs": {"net_arch": [256, 256]}}
-ON_POLICY = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10}
-ON_POLICY |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}
-# The libraries advise the CPU for PPO on small networks.
-ON_POLICY |= {"device": "cpu"}
-ON_POLICY_DISCRETE = {"n_steps": 128, "batch_size": 128, "n_epochs": 4, "learning_rate": 2.5e-4}
-ON_POLICY_DISCRETE |= {"ent_coef": 0.01}
-DISCRETE = {"train_freq": 10, "batch_size": 128, "buffer_size": 10_000, "learning_rate": 2.5e-4}
-DISCRETE |= {"target_update_interval": 500}
-DISCRETE |= {"exploration_fraction": 0.5, "policy_kwargs": {"net_arch": [120, 84]}}
-ATARI = {"n_steps": 128, "batch_size": 256, "n_epochs": 4, "learning_rate": 2.5e-4}
-ATARI |= {"clip_range": 0.1, "ent_coef": 0.01}
+PPO = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10, "device": "cpu"}
+PPO |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}
+DISCRETE = {"n_steps": 128, "batch_size": 128, "n_epochs": 4, "learning_rate": 2.5e-4, "ent_coef": 0.01}
 RECURRENT = {"batch_size": 256, "policy_kwargs": {"net_arch": [64], "lstm_hidden_size": 64}}
-# By the class and the kind of actions.
+DQN = {"train_freq": 10, "batch_size": 128, "buffer_size": 10_000, "learning_rate": 2.5e-4}
+DQN |= {"target_update_interval": 500, "exploration_fraction": 0.5, "policy_kwargs": {"net_arch": [120, 84]}}
 OPTIONS = {
     ("SAC", "continuous"): OFF_POLICY,
     ("TD3", "continuous"): OFF_POLICY,
-    ("PPO", "continuous"): ON_POLICY,
-    ("RecurrentPPO", "continuous"): ON_POLICY | RECURRENT | {"n_steps": 32, "learning_rate": 6e-4},
-    ("PPO", "discrete"): ON_POLICY | ON_POLICY_DISCRETE,
-    ("RecurrentPPO", "discrete"): ON_POLICY | ON_POLICY_DISCRETE | RECURRENT,
-    ("PPO", "atari"): ATARI,
-    ("DQN", "discrete"): DISCRETE,
+    ("PPO", "continuous"): PPO,
+    ("RecurrentPPO", "continuous"): PPO | RECURRENT | {"n_steps": 32, "learning_rate": 6e-4},
+    ("PPO", "discrete"): PPO | DISCRETE,
+    ("RecurrentPPO", "discrete"): PPO | DISCRETE | RECURRENT,
+    ("PPO", "atari"): DISCRETE | {"batch_size": 256, "clip_range": 0.1},
+    ("DQN", "discrete"): DQN,
 }
 
 
