@@ -178,7 +178,8 @@ def main() -> None:
     trace = (options.trace or default).absolute()
     with suppress(OSError):
         trace.parent.mkdir(parents=True, exist_ok=True)
-    if trace.is_dir() or not os.access(trace if trace.exists() else trace.parent, os.W_OK):
+    where = trace if trace.exists() else trace.parent
+    if trace.is_dir() or not trace.parent.is_dir() or not os.access(where, os.W_OK):
         refuse(f"--trace takes a file that can be written, got {trace}")
     profile, problem = RunProfile(), "the run was over before its profile"
     try:
