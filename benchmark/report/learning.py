@@ -239,6 +239,8 @@ def plot_curves(lines: list[dict], curves: list[dict], title: str, titled: str):
         axis.set_title(titled.format(algorithm=algorithm, env_id=env_id) + going, fontsize=11)
         axis.set(xlabel="million agent steps", ylabel="return of training episodes")
         axis.legend(framealpha=0.4, edgecolor="none", fontsize=9, loc="best")
+        if np.ptp(axis.dataLim.intervaly) == 0:  # nothing is learnt: no ticks that none can reach
+            axis.set_yticks([axis.dataLim.y0])
     return figure
 
 
