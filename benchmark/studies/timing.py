@@ -69,24 +69,25 @@ def time_runs(points: Iterable[Point], output: Path | None, check: Callable) -> 
     lines, status, timed = [], 0, {}
     recorded = lines_of_output(output, check)
     for point in points:
-        same = next((line for line in recorded if line.items() >= point.about.items()), None)
+        line = next((line for line in recorded if line.items() >= point.about.items()), None)
         with tempfile.TemporaryDirectory() as folder:
-            command = list(map(str, point.command(Path(folder))))
-            about = provenance((command[0], __file__), dict(os.environ))
-            if not same or not is_of(same, about):
+            command = tuple(map(str, point.command(Path(folder))))
+            now = provenance((command[0], __file__), dict(os.environ))
+            if line is None or not is_of(line, now):
                 try:
-                    found = timed.get(tuple(command)) or run_for_summary(command, Path(folder))
+                    if command not in timed:
+                        timed[command] = run_for_summary(list(command), Path(folder))
                 except RuntimeError as error:
                     print(error, file=sys.stderr)
                     status = 1
                     continue
-                timed[tuple(command)] = found
-                line = {"format": records.FORMAT, "status": "ok", **point.about, "sps": found[0]}
-                line |= point.more(*found) | about
-                recorded = [line if old is same else old for old in recorded] + [line] * (same is None)
-                same = line
-        lines.append(same)
-        print(f"{' '.join(map(str, point.about.values()))}: {same['sps']:.0f} steps/s", flush=True)
+                sps, memory = timed[command]
+                if line is None:
+                    recorded.append(line := {})
+                line.update({"format": records.FORMAT, "status": "ok", **point.about, "sps": sps})
+                line.update(point.more(sps, memory) | now)
+        lines.append(line)
+        print(f"{' '.join(map(str, point.about.values()))}: {line['sps']:.0f} steps/s", flush=True)
         if output:
             records.replace(output, recorded, check)
     return lines, status
