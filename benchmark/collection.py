@@ -1,8 +1,5 @@
 """The algorithms of the collection: the one table that the benchmark and the tests read.
 
-    python -m benchmark.collection        a line each: script, actions, environment, on- or off-policy, agent
-                                          steps of a run in the profile quick, title
-
 To add an algorithm, add its two files to leanrl/ and its entry below. Tables and plots keep this order.
 """
 
@@ -100,6 +97,11 @@ class Algorithm:
 
 
 POOL = "pool:EnvPool/"  # what leanrl/pool.py takes from EnvPool
+# What several entries have in common.
+ATARI = {"actions": "atari", "quick": 8 * 1024, "speed": 12 * 1024, "full": 10_000_000}
+ATARI |= {"num_envs": 8, "seeds": (1, 2)}
+CART_POLE = {"actions": "discrete", "quick": 100 * 512, "speed": 200 * 512, "full": 500_000}
+CART_POLE |= {"num_envs": 4, "seeds": tuple(range(1, 11))}
 
 COLLECTION = {
     "sac_continuous_action": Algorithm(
@@ -177,13 +179,8 @@ COLLECTION = {
     ),
     "ppo": Algorithm(
         title="PPO for discrete actions",
-        actions="discrete",
-        quick=100 * 512,
-        speed=200 * 512,
+        **CART_POLE,
         losses=OF_PPO,
-        full=500_000,
-        num_envs=4,
-        seeds=tuple(range(1, 11)),
         cleanrl="ppo",
         sb3="PPO",
         sbx="PPO",
@@ -201,51 +198,31 @@ COLLECTION = {
     ),
     "ppo_atari_envpool": Algorithm(
         title="PPO for Atari",
-        actions="atari",
-        quick=8 * 1024,
-        speed=12 * 1024,
+        **ATARI,
         losses=OF_PPO,
-        full=10_000_000,
-        num_envs=8,
-        seeds=(1, 2),
         cleanrl="ppo_atari_envpool",
         sb3="PPO",  # SBX has no policy for images
         checks=(Check("Breakout-v5", 200_000, 3.5, 20),),
     ),
     "ppo_atari_lstm_envpool": Algorithm(
         title="PPO with an LSTM for Atari",
-        actions="atari",
-        quick=8 * 1024,
-        speed=12 * 1024,
+        **ATARI,
         losses=OF_PPO,
-        full=10_000_000,
-        num_envs=8,
-        seeds=(1, 2),
         cleanrl="ppo_atari_lstm",
         in_cleanrl_package=False,  # the package's needs gym, that of the repository Gymnasium
     ),
     "pqn": Algorithm(
         title="PQN",
-        actions="discrete",
-        quick=100 * 512,
-        speed=200 * 512,
+        **CART_POLE,
         losses=OF_Q,
-        full=500_000,
-        num_envs=4,
-        seeds=tuple(range(1, 11)),
         cleanrl="pqn",
         in_cleanrl_package=False,
         checks=(Check("CartPole-v1", 200_000, 80, 500),),
     ),
     "pqn_atari_envpool": Algorithm(
         title="PQN for Atari",
-        actions="atari",
-        quick=8 * 1024,
-        speed=12 * 1024,
+        **ATARI,
         losses=OF_Q,
-        full=10_000_000,
-        num_envs=8,
-        seeds=(1, 2),
         cleanrl="pqn_atari_envpool",
         in_cleanrl_package=False,
     ),
@@ -265,8 +242,3 @@ COLLECTION = {
         checks=(Check("CartPole-v1", 150_000, 250, 500), Check("Acrobot-v1", 100_000, -140, -60)),
     ),
 }
-
-if __name__ == "__main__":
-    for name, algorithm in COLLECTION.items():
-        policy = "on-policy" if algorithm.on_policy else "off-policy"
-        print(name, algorithm.actions, algorithm.env_id, policy, algorithm.quick, algorithm.title)

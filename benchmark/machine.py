@@ -98,15 +98,13 @@ def summary_of(stdout: Path) -> dict | None:
     return summary if isinstance(summary, dict) else None
 
 
-def run_for_summary(command: Sequence[str], folder: Path) -> tuple[dict, float]:
-    """Run a command in a folder; gives its summary, and the most MiB that it held.
+def checkpoint_in(runs: Path) -> Path | None:
+    """The checkpoint of the run whose folder is in `runs`, or None where it has none."""
+    return next(runs.glob("*/checkpoint.pt"), None)
 
-    Raises RuntimeError, with the end of its log, where it fails or has no speed.
-    """
-    with (folder / "out.txt").open("wb") as out, (folder / "log.txt").open("wb") as log:
-        process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=log)
-        _, status, usage = os.wait4(process.pid, 0)
-    summary = summary_of(folder / "out.txt")
-    if status or not summary or not summary.get("sps"):
-        raise RuntimeError(f"{' '.join(command)}\n{(folder / 'log.txt').read_text()[-2000:]}")
-    return summary, mebibytes(usage.ru_maxrss)
+
+def step_of(checkpoint: Path) -> int:
+    """The agent step at which a checkpoint was written."""
+    import torch  # takes two seconds, which a run without a checkpoint need not wait
+
+    return torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)["progress"][0]

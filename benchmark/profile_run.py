@@ -19,6 +19,7 @@ import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -41,22 +42,20 @@ class ProfileOverError(SystemExit):
 
 def hooked(source: str, path: Path) -> ast.Module:
     """A script with `begin_profile(globals())` before its main loop; line numbers stay as they were."""
-
-    class Hook(ast.NodeTransformer):
-        loops = 0
-
-        def visit_While(self, loop: ast.While) -> list[ast.stmt]:
-            if ast.unparse(loop.test) != "not last":
-                return [loop]
-            self.loops += 1
-            [call] = ast.parse("begin_profile(globals())").body
-            return [ast.copy_location(call, loop), loop]
-
-    hook = Hook()
-    tree = ast.fix_missing_locations(hook.visit(ast.parse(source, str(path))))
-    if hook.loops != 1:
-        refuse(f"{path} has {hook.loops} loops `while not last:`, and one is what is profiled")
-    return tree
+    tree = ast.parse(source, str(path))
+    [call] = ast.parse("begin_profile(globals())").body
+    bodies = [node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list)]
+    loops = [
+        (body, index)
+        for body in bodies
+        for index, node in enumerate(body)
+        if isinstance(node, ast.While) and ast.unparse(node.test) == "not last"
+    ]
+    if len(loops) != 1:
+        refuse(f"{path} has {len(loops)} loops `while not last:`, and one is what is profiled")
+    [(body, index)] = loops
+    body.insert(index, ast.copy_location(call, body[index]))
+    return ast.fix_missing_locations(tree)
 
 
 def run_script(path: Path, args: list[str], begin_profile: Callable[[dict], None]) -> None:
@@ -175,16 +174,13 @@ def main() -> None:
     scripts = sorted(path.stem for path in LEANRL.glob("*.py") if path.stem != "pool")
     if options.name not in scripts:
         refuse(f"takes one of: {' '.join(scripts)}, got {options.name}")
-    trace = (
-        options.trace or Path("profiles", f"{options.name}-{datetime.now():%m%d-%H%M%S}.json.gz")
-    ).absolute()
-    try:
+    default = Path("profiles", f"{options.name}-{datetime.now():%m%d-%H%M%S}.json.gz")
+    trace = (options.trace or default).absolute()
+    with suppress(OSError):
         trace.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse(f"--trace takes a file that can be written, got {trace}: {error.strerror}")
-    if trace.is_dir() or not os.access(trace if trace.exists() else trace.parent, os.W_OK):
+    where = trace if trace.exists() else trace.parent
+    if trace.is_dir() or not trace.parent.is_dir() or not os.access(where, os.W_OK):
         refuse(f"--trace takes a file that can be written, got {trace}")
-
     profile, problem = RunProfile(), "the run was over before its profile"
     try:
         run_script(LEANRL / f"{options.name}.py", args, profile.begin)

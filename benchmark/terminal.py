@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NoReturn
 
-from benchmark.report import results
+from benchmark import records
 
 _path = Path(sys.argv[0])
 PROGRAM = _path.parent.name if _path.stem == "__main__" else _path.stem  # as it was called
@@ -49,6 +49,6 @@ def lines_of_output(path: Path | None, check: Callable[[object], None]) -> list[
     if not os.access(path.absolute().parent, os.W_OK):
         refuse(f"--output takes a file in a folder that can be written to, got {path}")
     try:
-        return results.read(path, check) if path.exists() else []
-    except (results.ResultsError, OSError) as error:
+        return records.read(path, check) if path.exists() else []
+    except (records.ResultsError, OSError) as error:
         refuse(f"--output takes a file of results of this program: {error}")

@@ -19,10 +19,10 @@ from conftest import LEANRL, ROOT, SHORT, make_commit, scripted_world
 from envs import ScriptedGames
 from torch.autograd import DeviceType
 
-from benchmark import machine, profile_run, terminal
+from benchmark import curve, machine, profile_run, records, terminal
 from benchmark.collection import COLLECTION
 from benchmark.report import __main__ as report
-from benchmark.report import curve, learning, plots, results, tables
+from benchmark.report import learning, plots, speed
 from benchmark.studies import cuda_code, environments
 from benchmark.sweep import process
 
@@ -43,23 +43,23 @@ def test_tables_are_those_of_the_results():
 def test_a_table_of_results_that_are_not_there_is_absent():
     text = "before\n<!-- table: speed none.jsonl -->\nold\n<!-- end -->\nafter"
     assert report.render(text) == "before\n<!-- table: speed none.jsonl -->\n<!-- end -->\nafter"
-    with pytest.raises(results.ResultsError, match="no table of kind sped"):
+    with pytest.raises(records.ResultsError, match="no table of kind sped"):
         report.render("<!-- table: sped cpu.jsonl -->\n<!-- end -->")
 
 
 STUDY = """
-from benchmark.report import plots, results
+from benchmark import records, tables
 
-class Line(results.Timing):
+class Line(records.Timing):
     answer: int
 
-check = results.check_of(Line)
+check = records.check_of(Line)
 
 def table(lines):
     return f"{len(lines)} line: {lines[0]['answer']}"
 
 def plot(lines, curves):
-    return plots.panels(1, "The answer")[0]
+    return tables.panels(1, "The answer")[0]
 """
 
 
@@ -70,15 +70,15 @@ def test_a_study_is_one_file_and_a_line_of_a_page_and_no_table_needs_pytorch(tmp
     (tmp_path / "benchmark" / "studies" / "new.py").write_text(STUDY)
     (tmp_path / "torch.py").write_text("raise ImportError('no PyTorch')")
     about = line("eager", None, answer=42)
-    results.replace(tmp_path / "benchmark" / "results" / "new.jsonl", [about], lambda line: None)
+    records.replace(tmp_path / "benchmark" / "results" / "new.jsonl", [about], lambda line: None)
     page, content = tmp_path / "README.md", "![plot](docs/plots/new-new.png)\n"
-    for kind in ("new", "environments", "go1", "roofline", "small_networks", "tricks"):
+    for kind in ("new", "environments", "go1", "roofline", "small_networks"):
         content += f"<!-- table: {kind} {kind}.jsonl -->\n<!-- end -->\n"
     page.write_text(content)
     subprocess.run([sys.executable, "-m", "benchmark.report"], cwd=tmp_path, check=True)
     assert "<!-- table: new new.jsonl -->\n\n1 line: 42\n\n<!-- end -->" in page.read_text()
     others = page.read_text().split("<!-- table: ")[2:]
-    assert len(others) == 5 and all("\n| --- |" in other for other in others)
+    assert len(others) == 4 and all("\n| --- |" in other for other in others)
     assert (tmp_path / "docs" / "plots" / "new-new.png").exists()
 
 
@@ -96,16 +96,16 @@ def test_a_check_is_missed_where_a_run_has_no_episode():
     about = {"algorithm": name, "env_id": check.env_id, "steps": check.steps}
     done = line("compile", 1.0, **about, episodic_return=check.least)
     none = line("compile", 1.0, **about, episodic_return=None)
-    verdicts = [(row[2], row[-1]) for runs in ([done], [done, none]) for row in tables.check_rows(runs)]
+    verdicts = [(row[2], row[-1]) for runs in ([done], [done, none]) for row in speed.check_rows(runs)]
     value = f"{check.least:.1f}"
-    assert verdicts == [(value, tables.PASSED), (f"{value}, 1 failed", tables.MISSED)]
+    assert verdicts == [(value, speed.PASSED), (f"{value}, 1 failed", speed.MISSED)]
 
 
 def test_speed_table_gives_median_range_and_ratios():
     lines = [line("eager", 90), line("eager", 100, seed=2), line("sbx", 80, startup_seconds=None)]
     lines += [line("compile", 180, startup_seconds=20.0, cold_start=True), {"status": "failed"}]
     lines += [line("compile", 150, seed=2, startup_seconds=5.0), line("compile", 400, seed=3)]
-    table = tables.speed_table(lines)
+    table = speed.speed_table(lines)
     assert "| sac: LeanRL eager | 95 (90-100) | 1.00 | 1.19 |  | 1.0 |" in table
     # Of seed 3 there is no pair.
     assert "| sac: LeanRL `--compile` | 180 (150-400) | 1.89 (1.50-2.00) | 2.25 | 20.0 | 3.0 |" in table
@@ -113,24 +113,19 @@ def test_speed_table_gives_median_range_and_ratios():
     assert table.endswith("A CPU, 2 cores; no GPU; python 3.12.1; commit 0123456")
 
 
-def test_captured_table_is_of_what_ran_both_eagerly_and_captured():
-    some = {"steps": 12_000}
-    lines = [line("eager", 100, **some), line("both", 1500, **some), line("compile", 300, **some)]
-    lines += [line("eager", 200, **some, seed=2), line("both", 3200, **some, seed=2)]
-    lines += [line("both", 4000, steps=20_000), line("eager", 5, **some, algorithm="td3")]
-    rows = tables.captured_table(lines).split("\n\n")[0].splitlines()
-    assert rows[2:] == ["| sac, World-v0, 12,000 steps | 150 | 2,350 | 15.67 (15.00-16.00) |"]
+def test_a_column_that_is_empty_in_each_row_is_left_out():
+    header, *_, row = (
+        speed.speed_table([line("eager", 100, startup_seconds=None)]).split("\n\n")[0].splitlines()
+    )
+    assert header == "|  | steps/s, median (range) | x eager (by seed) |"
+    assert row == "| sac: LeanRL eager | 100 | 1.00 |"
 
 
-def test_others_with_many_environments_stand_beside_ours_of_both_backends():
-    speeds = {}
-    for line in environments.published_runs(64):
-        modes = speeds.setdefault((line["algorithm"], line["env_id"]), {})
-        modes.setdefault(line["mode"], set()).add(line["sps"])
-    for name in environments.SIZES:
-        in_turn, envpool = (modes for (script, _), modes in speeds.items() if script == name)
-        assert in_turn.keys() == envpool.keys() == {*environments.PEERS, "compile"}
-        assert not in_turn.pop("compile") & envpool.pop("compile") and in_turn == envpool
+def test_others_with_many_environments_stand_beside_ours():
+    modes = {}
+    for run in environments.published_runs(64):
+        modes.setdefault(run["algorithm"], set()).add(run["mode"])
+    assert modes == {name: {*environments.PEERS, "compile"} for name in environments.SIZES}
 
 
 def test_the_returns_of_a_sweep_are_means_over_seeds():
@@ -163,11 +158,11 @@ def test_machines_are_never_mixed():
     lines += [line("compile", 300), line("compile", 50, threads=1)]
     lines += [line("both", 3000, gpu="A GPU", runs_per_gpu=2)]
     lines[4]["hardware"]["mkl"] = "as on Intel"
-    parts = tables.speed_table(lines).split("\n\n")
+    parts = speed.speed_table(lines).split("\n\n")
     expected = ["| 200 | 2.00 |", "A CPU, 2 cores; no GPU", "| 2000 | 5.00 |", "A GPU"]
-    expected += ["| 300 |  |", "A CPU, 2 cores, MKL as on Intel; no GPU"]
-    expected += ["| 50 |  |", "A CPU, 2 cores, OMP_NUM_THREADS=1; no GPU"]
-    expected += ["| 3000 |  |", "A GPU, 2 runs at a time on it"]
+    expected += ["| 300 |", "A CPU, 2 cores, MKL as on Intel; no GPU"]
+    expected += ["| 50 |", "A CPU, 2 cores, OMP_NUM_THREADS=1; no GPU"]
+    expected += ["| 3000 |", "A GPU, 2 runs at a time on it"]
     assert all(text in part for text, part in zip(expected, parts, strict=True))
 
 
@@ -175,32 +170,25 @@ def test_figures_of_several_agents_on_record_are_those_of_all():
     """GPU seconds are those of a million steps that learn, where they take five seconds or more."""
     lines = [line("both", 700, gpu_busy_seconds=busy) for busy in (4.0, 5.0, 6.0)]
     lines.append(line("eager", 2100, gpu_busy_seconds=1.0))
-    agents = {"script": "sac_seeds", "seeds": [1, 2, 3, 4]}
-    agents |= {"episodic_return": [10.0, 30.0, None], "episodic_return_10": [11.0, 33.0, None]}
-    lines.append(line("seeds_both", 400, gpu_busy_seconds=4.0, **agents))
-    table = tables.speed_table([run | {"learning_starts": 2_000} for run in lines])
-    assert "| sac: LeanRL eager | 2100 | 1.00 |  |  | 1.0 |  |" in table
-    assert (
-        "| sac: LeanRL `--compile --cudagraphs` | 700 (700-700) | 0.33 (0.33-0.33) |  |  | 1.0 | 500 |"
-        in table
-    )
-    assert "| sac: LeanRL seeds, 4 agents `--compile --cudagraphs` | 400 | 0.19 |  |  | 1.0 | 100 |" in table
-    assert "| sac_seeds, World-v0 | 12,000 | 11, 33 | 20 |" in tables.learning_table(lines)
+    lines.append(line("seeds_both", 400, gpu_busy_seconds=4.0, seeds=[1, 2, 3, 4]))
+    rows = [
+        row.split(" | ")
+        for row in speed.speed_table([run | {"learning_starts": 2_000} for run in lines]).split("\n")
+    ]
+    busy = {row[0].partition(": ")[2]: row[-1] for row in rows if len(row) > 2}
+    assert busy["LeanRL eager"] == " |" and busy["LeanRL `--compile --cudagraphs`"] == "500 |"
+    assert busy["LeanRL seeds, 4 agents `--compile --cudagraphs`"] == "100 |"
     [bars] = plots.plot_speed(lines).axes
     labels = [text.get_text() for text in bars.get_yticklabels()]
     assert labels == ["seeds, 4 agents --compile --cudagraphs", "--compile --cudagraphs", "eager"]
 
 
 # ---- Files of results --------------------------------------------------------------------------------------
-# Of cuda_code.jsonl: a line of a graph that there is code for.
-COUNTED = {"format": 1, "script": "sac", "env_id": "World-v0", "graph": "act", "torch": "2.13.0"}
-COUNTED |= {"triton": "3.7.1", "git_commit": "0123456789", "generated": True, "triton_launches": 3}
-COUNTED |= {"extern_calls": {"mm": 4, "randint": 1}, "kernels": 2, "compiled": 2, "spilling": 1, "errors": []}
 RUN = line("eager", None, more="is welcome", seeds=[1, 2])
 RUN |= {"episodic_return": [1.0, None]}
 CURVE = {"format": 1, "sweep": "a", "job": "b", "step": [1, 2], "seconds": [1.0, 2.0]}
 CURVE |= {"episodic_return": [0.0, 1.0], "gpu_seconds": [], "gpu_utilization": []}
-RIGHT = [(results.check_run, RUN), (results.check_curve, CURVE), (cuda_code.check, COUNTED)]
+RIGHT = [(records.check_run, RUN), (records.check_curve, CURVE)]
 # What is changed in a right line, and what is told of it.
 WRONG = [
     (0, {"hardware": {"cpu": "A CPU"}}, "hardware.cores: Field required"),
@@ -212,8 +200,6 @@ WRONG = [
     (1, {"seconds": [1.0]}, "has lists of several lengths: step, seconds"),
     (1, {"gpu_utilization": [0.5]}, "has lists of several lengths: gpu_seconds"),
     (1, {"eval_step": [1]}, "has lists of several lengths: eval_step, eval_return"),
-    (2, {"triton_launches": "3"}, "triton_launches"),
-    (2, {"compiled": 1}, "has kernels that neither compile nor have an error"),
 ]
 # Contents of lines that are none.
 BROKEN = {b"[" * 100_000: "recursion", b"12": "is no line of results"}
@@ -224,16 +210,16 @@ LINES = [(kind, json.dumps(RIGHT[kind][1] | change).encode(), told) for kind, ch
 @pytest.mark.parametrize(("kind", "content", "told"), [*LINES, *((0, *broken) for broken in BROKEN.items())])
 def test_a_wrong_line_is_told_in_one_line_or_what_a_write_has_left(tmp_path, kind, content, told):
     path, (check, right) = tmp_path / "results.jsonl", RIGHT[kind]
-    results.replace(path, [right], check)
+    records.replace(path, [right], check)
     whole = path.read_bytes()
     for end in (b"", b"\n"):  # which an editor may leave out
         path.write_bytes(whole + content + end)
-        with pytest.raises(results.ResultsError) as refused:
-            results.read(path, check)
+        with pytest.raises(records.ResultsError) as refused:
+            records.read(path, check)
         message = str(refused.value)
         assert message.startswith(f"{path}, line 2: ") and told in message and "\n" not in message
     path.write_bytes(whole + content)
-    assert results.read(path, check, growing=True) == [right]
+    assert records.read(path, check, growing=True) == [right]
 
 
 def test_what_report_cannot_read_is_told_in_one_line(tmp_path):
@@ -242,14 +228,14 @@ def test_what_report_cannot_read_is_told_in_one_line(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == f"report: error: [Errno 21] Is a directory: '{tmp_path / 'results.jsonl'}'\n"
-    with pytest.raises(results.ResultsError, match="none is not the folder of a sweep"):
+    with pytest.raises(records.ResultsError, match="none is not the folder of a sweep"):
         report.report_folder(tmp_path / "none")
 
 
 def test_a_sweep_tells_its_options(tmp_path, capsys):
-    results.append(tmp_path / "results.jsonl", line("eager", 1.0, steps=500, wall_seconds=2.0))
+    records.append(tmp_path / "results.jsonl", line("eager", 1.0, steps=500, wall_seconds=2.0))
     about = {"format": 1, "id": "a", "profile": "quick", "git_commit": None}
-    results.append(tmp_path / "sweep.json", about | {"options": {"num-envs": "64", "double": ""}, "ranks": 2})
+    records.append(tmp_path / "sweep.json", about | {"options": {"num-envs": "64", "double": ""}, "ranks": 2})
     report.report_folder(tmp_path)
     assert "\n--options num-envs 64 double \n" in capsys.readouterr().out
 
@@ -257,7 +243,7 @@ def test_a_sweep_tells_its_options(tmp_path, capsys):
 def test_nothing_but_json_is_written(tmp_path):
     (path := tmp_path / "results.jsonl").touch()
     with pytest.raises(ValueError):
-        results.append(path, {"sps": float("nan")})
+        records.append(path, {"sps": float("nan")})
     assert not path.read_bytes()
 
 
@@ -265,9 +251,9 @@ def test_what_cannot_be_an_output_is_refused_before_anything_is_measured(tmp_pat
     (tmp_path / "page.md").write_text("# A page")
     for name in ("no/results.jsonl", "page.md"):
         with pytest.raises(SystemExit, match="2"):
-            terminal.lines_of_output(tmp_path / name, results.check_run)
+            terminal.lines_of_output(tmp_path / name, records.check_run)
         assert ": error: --output takes a file" in capsys.readouterr().err
-    assert terminal.lines_of_output(tmp_path / "new.jsonl", results.check_run) == []
+    assert terminal.lines_of_output(tmp_path / "new.jsonl", records.check_run) == []
 
 
 # ---- Code for a GPU ----------------------------------------------------------------------------------------
@@ -299,7 +285,7 @@ def test_each_kind_of_gradient_step_is_a_graph(monkeypatch, script, count):
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     of_ppo = ["--num-steps", "16", "--num-minibatches", "2"]
     small = of_ppo if COLLECTION[script].on_policy else ["--buffer-size", "256"]
-    graphs = cuda_code.graphs_of(script, "--env-id", "Reacher-v4", *cuda_code.SCRIPTS[script][1], *small)
+    graphs = cuda_code.graphs_of(script, "--env-id", "Reacher-v4", *small)
     assert len({graph.name for graph in graphs}) == len(graphs) == count
     cuda_code.move_to_cuda(graphs[1].module)
     assert "device(type='cpu')" not in graphs[1].module.code
@@ -401,7 +387,7 @@ def test_what_a_run_is_made_with_is_asked_of_its_own_interpreter(tmp_path):
     (tmp_path / "script.py").write_text("changed = True")
     assert machine.commit(tmp_path) == f"{head}-dirty"
     lines = [line("eager", 1, git_commit=found) for found in (head, f"{head}-dirty", None)]
-    assert tables.speed_table(lines).endswith(f"; commit {head[:7]}, {head[:7]}-dirty, some not recorded")
+    assert speed.speed_table(lines).endswith(f"; commit {head[:7]}, {head[:7]}-dirty, some not recorded")
 
 
 # ---- Links -------------------------------------------------------------------------------------------------
@@ -421,9 +407,9 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors, link
 
 
-# ---- CleanRL -----------------------------------------------------------------------------------------------
-# What its scripts ask of gym 0.21 and of Gymnasium 0.29.
-OF_OLDER_LIBRARIES = """
+# ---- Other libraries ---------------------------------------------------------------------------------------
+# What CleanRL's scripts ask of gym 0.21 and of Gymnasium 0.29: two environments, cut off after seven steps.
+OF_CLEANRL = """
 from distutils.util import strtobool
 import argparse, gym, gymnasium, numpy as np, torch
 from torch.utils.tensorboard import SummaryWriter
@@ -431,8 +417,8 @@ parser = argparse.ArgumentParser()
 for name in ("--env-id", "--seed", "--total-timesteps", "--learning-starts"):
     parser.add_argument(name)
 args, device, writer = parser.parse_args(), torch.device("cpu"), SummaryWriter("run")
-assert torch.get_num_threads() == 3
-assert strtobool("True") and (args.env_id, args.seed, args.learning_starts) == ("CartPole-v1", "3", "5")
+assert torch.get_num_threads() == 3 and strtobool("True")
+assert (args.env_id, args.seed, args.learning_starts) == ("CartPole-v1", "3", "5")
 
 def of_gym():
     env = gym.wrappers.RecordEpisodeStatistics(gym.make(args.env_id, max_episode_steps=7))
@@ -468,30 +454,11 @@ assert lives.step(np.array([0]))[-1]["final_info"] == [None]
 assert gymnasium.wrappers.GrayScaleObservation and gymnasium.wrappers.FrameStack
 assert ended == [(7, True)] * 2 and lengths == [7, 7]
 """
-
-
-def test_scripts_for_older_libraries_run(tmp_path):
-    (tmp_path / "cleanrl").mkdir()
-    (tmp_path / "cleanrl" / "dqn.py").write_text(OF_OLDER_LIBRARIES)
-    command = [sys.executable, ROOT / "benchmark" / "peers" / "cleanrl.py", "dqn", "--cleanrl", tmp_path]
-    command += ["--env-id=CartPole-v1", "--seed=3", "--total-timesteps=20", "--learning-starts=5"]
-    command.append("--threads=3")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    summary = json.loads(done.stdout.splitlines()[-1])
-    assert summary["sps"] > 0 and summary["device"] == "cpu"
-
-
-# ---- Profiles ----------------------------------------------------------------------------------------------
-PROFILED = [("sac_continuous_action", ("--updates-per-step", "0.2")), ("ppo_atari_envpool", ())]
-PROFILED += [("ppo_continuous_action_torchcompile", ("--compile",))]
-
-
 # As a script of the original LeanRL logs, with the libraries of its time.
 OF_LEANRL = """
 import importlib.util, sys, time
 import torch, wandb
-assert torch.get_num_threads() == 3
-assert importlib.util.find_spec("wandb")
+assert torch.get_num_threads() == 3 and importlib.util.find_spec("wandb")
 device = "cpu"
 wandb.init(project="a", name="b", config={}, save_code=True)
 for step in (100, 200, 300):
@@ -499,21 +466,6 @@ for step in (100, 200, 300):
     wandb.log({"episode_return": 1.0, "speed": -1.0}, step=step)
 wandb.log({"episode_return": 1.0}, step=10**9)
 """
-
-
-def test_a_script_of_the_original_leanrl_is_timed_by_what_it_logs(tmp_path):
-    (tmp_path / "leanrl").mkdir()
-    (tmp_path / "leanrl" / "dqn_torchcompile.py").write_text(OF_LEANRL)
-    program = ROOT / "benchmark" / "peers" / "leanrl.py"
-    command = [sys.executable, program, tmp_path, "dqn_torchcompile", "--compile"]
-    command += ["--threads=3", "--env-id=CartPole-v1", "--seed=2", "--total-timesteps=300"]
-    process = subprocess.run(command, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    summary = json.loads(process.stdout)
-    assert summary["script"] == "leanrl" and summary["seed"] == 2 and summary["device"] == "cpu"
-    assert 100 < summary["sps"] <= 500
-
-
 # As RLtools, whose loop knows sizes and steps when it is compiled.
 OF_RLTOOLS = """
 import os, time
@@ -533,21 +485,49 @@ def TD3(env_factory, interface_name, enable_evaluation, **sizes):
             time.sleep(0.01 if self.steps > 51 else 0)
     return type("Module", (), {"State": State})
 """
+OF_MKL = "Metadata-Version: 2.1\nName: mkl\nVersion: 9\n"
+# The program, its arguments, files beside it, and what its summary has; SPS are more than the first number.
+PEERS = [
+    (
+        "cleanrl dqn --cleanrl . --env-id=CartPole-v1 --seed=3 --total-timesteps=20 --threads=3"
+        " --learning-starts=5",
+        {"cleanrl/dqn.py": OF_CLEANRL},
+        (0, float("inf"), {"script": "cleanrl", "seed": 3, "device": "cpu"}),
+    ),
+    (
+        "original . dqn_torchcompile --env-id=CartPole-v1 --seed=2 --total-timesteps=300 --threads=3"
+        " --compile",
+        {"leanrl/dqn_torchcompile.py": OF_LEANRL},
+        (100, 500, {"script": "leanrl", "seed": 2, "device": "cpu"}),
+    ),
+    (  # 49 steps of a hundredth of a second
+        "rl_tools td3_continuous_action --env-id=Pendulum-v1 --seed=2 --total-timesteps=100"
+        " --learning-starts=50 --batch-size=32 --width=64",
+        {"rltools.py": OF_RLTOOLS, "mkl-9.dist-info/METADATA": OF_MKL},
+        (50, 100, {"script": "rltools", "blas": "MKL 9", "device": "cpu"}),
+    ),
+]
 
 
-def test_rltools_is_timed_from_the_first_step_that_learns(tmp_path):
-    (tmp_path / "rltools.py").write_text(OF_RLTOOLS)
-    (tmp_path / "mkl-9.dist-info").mkdir()
-    (tmp_path / "mkl-9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mkl\nVersion: 9\n")
-    program = ROOT / "benchmark" / "peers" / "rl_tools.py"
-    command = [sys.executable, program, "td3_continuous_action", "--env-id=Pendulum-v1", "--seed=2"]
-    command += ["--total-timesteps=100", "--learning-starts=50", "--batch-size=32", "--width=64"]
+@pytest.mark.parametrize(("command", "files", "expected"), PEERS, ids=["cleanrl", "original", "rltools"])
+def test_scripts_of_other_libraries_run_as_they_are_and_are_timed_where_they_learn(
+    tmp_path, command, files, expected
+):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    program, *args = command.split()
+    start = [sys.executable, ROOT / "benchmark" / "peers" / f"{program}.py", *args]
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    process = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    summary = json.loads(process.stdout)
-    assert summary["script"] == "rltools" and summary["blas"] == "MKL 9"
-    assert 50 < summary["sps"] <= 100  # 49 steps of a hundredth of a second
+    done = subprocess.run(start, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    summary, (least, most, said) = json.loads(done.stdout.splitlines()[-1]), expected
+    assert least < summary["sps"] <= most and summary.items() >= said.items()
+
+
+# ---- Profiles ----------------------------------------------------------------------------------------------
+PROFILED = [("sac_continuous_action", ("--updates-per-step", "0.2")), ("ppo_atari_envpool", ())]
+PROFILED += [("ppo_continuous_action_torchcompile", ("--compile",))]
 
 
 def profile(folder: Path, *args) -> int | str | None:

@@ -4,6 +4,7 @@ import ast
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 from conftest import ROOT, run
 from torch.utils.tensorboard import SummaryWriter
 
+from benchmark import records, tables
 from benchmark.collection import COLLECTION
-from benchmark.report import learning, plots, results
-from benchmark.studies import scaling
+from benchmark.report import learning, plots
+from benchmark.studies import environments, scaling, timing
 
 TD3, SWEEP = "td3_continuous_action", "2026-01-01-0"
 MACHINE = {"versions": {"torch": "2"}, "hardware": {"cpu": "A CPU", "cores": 1, "gpu": None}}
@@ -88,15 +90,15 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "sweep.json").write_text(json.dumps({"id": SWEEP}))
     ended = [line(10, value, mode=mode) for mode, value in (("both", 8e3), ("compile", 9e3), ("eager", 7e3))]
     failed = line(8, 1.0, status="failed", reason="", log="")
-    results.replace(folder / "results.jsonl", [*ended, failed])
-    results.replace(folder / "curves.jsonl", [curve(run["job"]) for run in ended], results.check_curve)
+    records.replace(folder / "results.jsonl", [*ended, failed])
+    records.replace(folder / "curves.jsonl", [curve(run["job"]) for run in ended], records.check_curve)
     return folder
 
 
 def taken_over(name: str = "learning") -> tuple[list[dict], list[dict]]:
     """The published lines, and the published curves."""
-    lines = results.read(learning.RESULTS / f"{name}.jsonl")
-    return lines, results.read(learning.RESULTS / f"{name}.curves.jsonl", results.check_curve)
+    lines = records.read(learning.RESULTS / f"{name}.jsonl")
+    return lines, records.read(learning.RESULTS / f"{name}.curves.jsonl", records.check_curve)
 
 
 def test_runs_are_taken_over_as_far_as_they_are(sweep):
@@ -112,8 +114,8 @@ def test_runs_are_taken_over_as_far_as_they_are(sweep):
     assert (drawn[0]["eval_step"], drawn[0]["eval_return"]) == ([50_000, 100_000], [50, 100])
     # Later it has ended, and takes the place of what it was, for good.
     before = (sweep / "results.jsonl").read_bytes()
-    results.append(sweep / "results.jsonl", line(9, 700.0, resume="/somewhere/runs/a_run"))
-    results.append(sweep / "curves.jsonl", curve(lines[0]["job"]))
+    records.append(sweep / "results.jsonl", line(9, 700.0, resume="/somewhere/runs/a_run"))
+    records.append(sweep / "curves.jsonl", curve(lines[0]["job"]))
     learning.take_over([sweep])
     (sweep / "results.jsonl").write_bytes(before)
     learning.take_over([sweep])
@@ -127,15 +129,15 @@ def test_variants_have_a_table_of_their_own(sweep, monkeypatch):
     with pytest.raises(SystemExit):  # without --variant
         learning.main()
     assert not list(learning.RESULTS.glob("*.jsonl"))
-    with pytest.raises(results.ResultsError, match="--variant takes runs of one mode, not both, "):
+    with pytest.raises(records.ResultsError, match="--variant takes runs of one mode, not both, "):
         learning.take_over([sweep], "truncation")
     [other] = (sweep / "jobs").glob("*-tf32-*")
     shutil.rmtree(other)
-    lines = results.read(sweep / "results.jsonl")
-    results.replace(learning.RESULTS / "cpu.jsonl", lines)
-    with pytest.raises(results.ResultsError, match="--file takes one with variants only, not cpu"):
+    lines = records.read(sweep / "results.jsonl")
+    records.replace(learning.RESULTS / "cpu.jsonl", lines)
+    with pytest.raises(records.ResultsError, match="--file takes one with variants only, not cpu"):
         learning.take_over([sweep], "truncation", "cpu")
-    results.replace(sweep / "results.jsonl", [run for run in lines if run["mode"] not in ("both", "eager")])
+    records.replace(sweep / "results.jsonl", [run for run in lines if run["mode"] not in ("both", "eager")])
     for variant in ("truncation", "both"):
         learning.take_over([sweep], variant)
     assert not (learning.RESULTS / "learning.jsonl").exists()
@@ -147,24 +149,24 @@ def test_variants_have_a_table_of_their_own(sweep, monkeypatch):
     assert rows() == ["truncation", "both"]
     table = learning.ablation_table(taken_over("ablation")[0])
     assert "HalfCheetah-v4: both | 1.00M | 1 | 9000 | 9000 |" in table  # without what is under way
-    results.replace(learning.RESULTS / "learning.jsonl", [line(1, 500.0), line(1, 500.0, "Hopper-v4")])
+    records.replace(learning.RESULTS / "learning.jsonl", [line(1, 500.0), line(1, 500.0, "Hopper-v4")])
     assert rows() == ["default", "truncation", "both"]
     longer = line(1, 500.0, steps=3_000_000)
-    results.replace(learning.RESULTS / "learning.jsonl", [longer])
+    records.replace(learning.RESULTS / "learning.jsonl", [longer])
     assert rows() == ["truncation", "both"]
     other = line(2, 500.0, algorithm="sac_continuous_action", variant="both")
-    results.append(learning.RESULTS / "ablation.jsonl", other)
+    records.append(learning.RESULTS / "ablation.jsonl", other)
     assert {*rows()} == {f"{TD3}, truncation", f"{TD3}, both", "sac_continuous_action, both"}
 
 
-def test_plots_have_a_row_an_environment():
+def test_plots_have_a_panel_an_environment():
     runs = [line(1, 9000.0), line(2, 9500.0), line(1, 500.0, "Hopper-v4"), line(2, 1.0, "Walker2d-v4")]
     curves = [curve(run["job"]) for run in runs[:3]]
     axes = learning.plot_returns_of(TD3, runs, curves).axes
-    assert [axis.get_title() for axis in axes] == 2 * ["HalfCheetah-v4"] + 2 * ["Hopper-v4"]
-    shown = [[text.get_text() for text in axis.get_legend().get_texts()] for axis in axes[1::2]]
+    assert [axis.get_title() for axis in axes] == ["HalfCheetah-v4", "Hopper-v4"]
+    shown = [[text.get_text() for text in axis.get_legend().get_texts()] for axis in axes]
     assert shown == [["LeanRL, 2 seeds", "CleanRL, 1M steps"], ["LeanRL, 1 seed", "CleanRL, 1M steps"]]
-    assert [axis.lines[-1].get_ydata()[0] for axis in axes[1::2]] == [9583, 3135]
+    assert [axis.containers[0][0].get_ydata()[0] for axis in axes] == [9583, 3135]
     runs.append(line(3, 1.0, steps=3_000_000))  # is under way, and not in the README
     curves.append(curve(runs[-1]["job"]))
     overview = learning.plot_overview(runs, curves).axes
@@ -175,37 +177,30 @@ def test_plots_have_a_row_an_environment():
     assert learning.plot_returns_of("sac_continuous_action", runs, curves) is None
 
 
-@pytest.mark.parametrize(("key", "lines", "intervals"), [("step", 4, 1), ("seconds", 3, 0)])
-def test_a_mean_is_drawn_by_steps_and_each_seed_by_time(key, lines, intervals):
-    _, (axis,) = plots.panels(1, "")
-    learning.draw(axis, [curve("0", 1000), curve("1", 980), curve("2", 500)], key)
-    assert (len(axis.lines), len(axis.collections)) == (lines, intervals)
+def test_the_mean_of_what_is_through_is_drawn_beside_single_seeds():
+    _, (axis,) = tables.panels(1, "")
+    learning.draw(axis, [curve("0", 1000), curve("1", 980), curve("2", 500), curve("3", 400)])
+    assert (len(axis.lines), len(axis.collections)) == (5, 1)
     assert sorted(axis.get_legend_handles_labels()[1]) == ["LeanRL, 2 seeds", "LeanRL, under way"]
 
 
 def test_of_episodes_that_end_at_one_step_the_mean_is_drawn():
     of_many = curve("0") | {"step": [1, 500_000, 500_000, 1_000_000], "seconds": [1.0, 2.0, 2.0, 3.0]}
     of_many["episodic_return"] = [0.0, 10.0, 30.0, 40.0]
-    _, (axis,) = plots.panels(1, "")
-    learning.draw(axis, [of_many], "step")
+    _, (axis,) = tables.panels(1, "")
+    learning.draw(axis, [of_many])
     assert axis.lines[0].get_ydata().tolist() == [0, 20, 40]
     grid, values = plots.on_one_grid([of_many], "step", "episodic_return")
     assert values[0, np.searchsorted(grid, 5e5)] == pytest.approx(20, abs=1)
 
 
-def test_figures_of_cleanrl_are_told_apart():
-    """Points side by side, also of equal figures; levels over the time of the runs."""
-    _, (by_step, by_time) = plots.panels(2, "")
-    by_time.plot([0, 20], [0, 1])
-    for axis, key in ((by_step, "step"), (by_time, "seconds")):
-        learning.mark(axis, "ppo_atari_envpool", "Pong-v5", key)
-    points = [point for point, *_ in by_step.containers]
+def test_figures_of_cleanrl_are_told_apart_also_if_they_are_equal():
+    _, (axis,) = tables.panels(1, "")
+    learning.mark(axis, "ppo_atari_envpool", "Pong-v5")
+    points = [point for point, *_ in axis.containers]
     assert [point.get_xdata()[0] for point in points] == [10, 10.25, 10.5]
-    levels = by_time.lines[1:]
-    assert [level.get_xdata()[[0, -1]].tolist() for level in levels] == 3 * [[0, 20]]
-    for drawn in (points, levels):
-        assert [found.get_ydata()[0] for found in drawn] == [20.45, 20.6, 20.6]
-        assert len({(found.get_marker(), found.get_linestyle()) for found in drawn}) == 3
+    assert [point.get_ydata()[0] for point in points] == [20.45, 20.6, 20.6]
+    assert len({point.get_marker() for point in points}) == 3
 
 
 def test_evaluations_are_drawn_by_steps_beside_training():
@@ -215,26 +210,22 @@ def test_evaluations_are_drawn_by_steps_beside_training():
     curves[0] |= {"eval_step": [250_000, 750_000], "eval_return": [10.0, 30.0]}
     curves[1] |= {"eval_step": [250_000, 750_000], "eval_return": [20.0, 40.0]}
     curves[2] |= {"eval_step": [500_000], "eval_return": [50.0]}
-    by_step, by_time = learning.plot_returns_of(TD3, runs, curves).axes
-    figures = (plots.plot_returns(runs, curves, key) for key in ("step", "seconds"))
-    of_sweep, of_sweep_by_time = (figure.axes[0] for figure in figures)
-    for axis, last in ((by_step, 0.75), (of_sweep, 750_000)):
+    published = learning.plot_returns_of(TD3, runs, curves)
+    of_sweep, by_time = (plots.plot_returns(runs, curves, key).axes[0] for key in ("step", "seconds"))
+    for axis, last in ((published.axes[0], 0.75), (of_sweep, 750_000)):
         [drawn] = [found for found in axis.lines if "evaluation of 2 seeds" in found.get_label()]
         assert drawn.get_ydata()[[0, -1]].tolist() == [15, 35] and drawn.get_linestyle() == "--"
         assert drawn.get_xdata()[-1] == last
-    for axis in (by_time, of_sweep_by_time):
-        assert not any("evaluation" in found.get_label() for found in axis.lines)
+    assert not any("evaluation" in found.get_label() for found in by_time.lines)
 
 
-def test_time_for_which_a_run_stood_still_is_left_out():
-    stopped = {"step": [100, 200, 300, 400, 500], "seconds": [20, 22, 24, 1024, 1027]}
-    assert learning.at_work(stopped).tolist() == pytest.approx([20, 22, 24, 26.5, 29.5])
-    # Episodes that grow take longer, and so do groups of them, without standing still.
-    growing = {"step": [10, 20, 30, 40, 500, 5000], "seconds": [1, 1.1, 1.2, 1.3, 6, 50]}
-    assert learning.at_work(growing).tolist() == pytest.approx(growing["seconds"])
-    assert learning.at_work({"step": [10, 10], "seconds": [1, 2]}).tolist() == [1, 2]
-    in_two_environments = {"step": [10, 10, 20, 20], "seconds": [1, 1, 2, 2]}
-    assert learning.at_work(in_two_environments).tolist() == [1, 1, 2, 2]
+def test_modes_that_learn_the_same_share_a_line_and_time_begins_after_start_up():
+    runs = [line(1, 1.0, mode=mode, startup_seconds=40.0) for mode in ("eager", "twin", "compile")]
+    curves = [curve(run["job"]) | {"seconds": [41.0, 45.0 + place]} for place, run in enumerate(runs)]
+    curves[2]["episodic_return"] = [0.0, 2.0]
+    by_step, by_time = (plots.plot_returns(runs, curves, key).axes[0] for key in ("step", "seconds"))
+    assert [drawn.get_label() for drawn in by_step.lines] == ["eager = twin, no flag", "--compile"]
+    assert [drawn.get_xdata()[[0, -1]].tolist() for drawn in by_time.lines] == [[1, 5], [1, 6], [1, 7]]
 
 
 def test_ablations_fit_the_scripts():
@@ -244,9 +235,11 @@ def test_ablations_fit_the_scripts():
         subprocess.run(["git", "apply", "--check", path], cwd=ROOT, check=True)
 
 
+# ---- Studies -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("script", scaling.DEFAULTS)
-def test_a_widened_copy_differs_in_its_networks_only(script):
-    text, wide = (ROOT / "leanrl" / f"{script}_torchcompile.py").read_text(), scaling.widened(script, 1024)
+def test_a_widened_copy_differs_in_its_networks_only(script, tmp_path):
+    text = (ROOT / "leanrl" / f"{script}_torchcompile.py").read_text()
+    wide = scaling.widened(script, 1024, tmp_path).read_text()
     ast.parse(wide)
     changed = [pair for pair in zip(text.split("\n"), wide.split("\n"), strict=True) if pair[0] != pair[1]]
     width = str(scaling.DEFAULTS[script]["width"])
@@ -255,15 +248,14 @@ def test_a_widened_copy_differs_in_its_networks_only(script):
     assert all(old.replace(width, "1024") == new for old, new in changed)
 
 
-@pytest.mark.parametrize("script", scaling.DEFAULTS)
-def test_sizes_leave_the_gradient_steps_per_agent_step_as_they_are(script):
-    for point in scaling.points(scaling.Args(scripts=(script,))):
+def test_sizes_leave_the_gradient_steps_per_agent_step_as_they_are():
+    for point in scaling.measurements(scaling.Args()):
         given, envs = point.arguments, point.sizes["num_envs"]
-        if COLLECTION[script].on_policy:
+        if COLLECTION[point.script].on_policy:
             rollout = envs * given["num-steps"]
             assert rollout == given["num-minibatches"] * point.sizes["batch_size"]
             assert given["total-timesteps"] % rollout == 0
-            rate = 4 / 256 if "atari" in script else 10 / 64
+            rate = 4 / 256 if "atari" in point.script else 10 / 64
             assert point.axis == "batch_size" or point.updates_per_step == rate
         else:
             # Then the first step that is timed owes as many gradient steps for its agent steps as all do.
@@ -283,9 +275,42 @@ def test_updates_are_counted_as_they_are(script, envs, tmp_path):
     assert done["updates"] == int((640 - scaling.STARTS - envs) * point.updates_per_step)
 
 
-def test_sbx_gets_the_sizes_of_a_point(tmp_path):
-    command = scaling.Measurement("dqn", "sbx", "width", 1024).command(tmp_path, tmp_path / "python")
-    assert {"dqn", "--env-id=CartPole-v1", "--width=1024", "--num-envs=1", "--batch-size=128"} <= set(command)
+def test_libraries_get_the_sizes_of_ours(tmp_path):
+    python = tmp_path / "python"
+    given = {*scaling.Measurement("dqn", "sbx", "width", 1024).command(python, tmp_path)}
+    assert {"dqn", "--env-id=CartPole-v1", "--width=1024", "--num-envs=1", "--batch-size=128"} <= given
+    for mode in ("envpool", "cleanrl", "sb3"):
+        given = {*environments.command("ppo_continuous_action", mode, 64, 1, python, tmp_path)}
+        sizes = {"--batch-size=256"} if mode == "sb3" else {"--num-minibatches=8", "--update-epochs=10"}
+        assert {"--num-envs=64", "--num-steps=32"} | sizes <= given
+
+
+def test_runs_are_timed_once_and_again_at_another_commit(tmp_path, monkeypatch, capsys):
+    """And those that fail are told of and left out."""
+    output, now = tmp_path / "runs.jsonl", {"git_commit": "abc", **MACHINE}
+    monkeypatch.setattr(timing, "provenance", lambda *_: now)
+    program = "import sys; open(sys.argv[2], 'a').write(sys.argv[1]); "
+    program += "print('{\"sps\": %s}' % (sys.argv[1] + '00'))"
+
+    def points(*values: int):
+        for value in values:
+            command = [sys.executable, "-c", program, value, tmp_path / "timed"]
+            yield timing.Point({"value": value}, lambda _, command=command: command)
+
+    def time_runs(*values: int) -> tuple[list, int]:
+        lines, status = timing.time_runs(points(*values), output, records.check_of(records.Timing))
+        return [(found["value"], found["sps"]) for found in lines], status
+
+    assert time_runs(1, 2) == ([(1, 100), (2, 200)], 0)
+    assert time_runs(3, 1) == ([(3, 300), (1, 100)], 0)
+    assert (tmp_path / "timed").read_text() == "123"
+    assert [found["value"] for found in records.read(output, lambda _: None)] == [1, 2, 3]
+    now["git_commit"] = "abc-dirty"
+    program = program.replace("'00'", "'01'")
+    assert time_runs(2, 1) == ([(2, 201), (1, 101)], 0)
+    assert [found["sps"] for found in records.read(output, lambda _: None)] == [101, 201, 300]
+    program = "raise SystemExit('no more')"
+    assert time_runs(1) == ([], 1) and "no more" in capsys.readouterr().err
 
 
 def test_the_plot_of_sizes_shows_from_where_another_resource_binds():

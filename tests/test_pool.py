@@ -12,8 +12,6 @@ import pytest
 import torch
 from conftest import LEANRL, SHORT, assert_same_numbers, cli, draws_of_a_twin, load, run
 
-from benchmark.studies import go1
-
 sys.path.append(str(LEANRL))
 import pool
 
@@ -174,43 +172,3 @@ def test_only_critics_see_a_privileged_state():
     assert np.array_equal(eager["best_actions"](seen), action)
     seen[:, 123:] = -1
     assert not np.array_equal(eager["best_actions"](seen), action)
-
-
-# ---- The study of Go1 --------------------------------------------------------------------------------------
-def test_go1_is_played_until_each_episode_ends(monkeypatch):
-    """Some fall over at once; each alone, with the same seed and actions, has the same return and length."""
-    monkeypatch.setattr(go1, "EPISODES", 4)
-    monkeypatch.setattr(go1, "LONGEST", 60)
-    drawn = np.random.default_rng(0).uniform(-2, 2, (60, 4, 12)) * [[[1], [1], [0.1], [0.1]]]
-    actions = iter(drawn)
-    found = go1.play(lambda obs: next(actions), seed=5)
-    returns, lengths, velocities, errors = [], [], [], []
-    for index, seed in enumerate(np.random.SeedSequence(5).generate_state(4) >> 1):
-        env = envpool.make(go1.ENV_ID, "gymnasium", num_envs=1, seed=[int(seed)])
-        rewards, (_, info) = [], env.reset()
-        for step in range(60):
-            velocities.append(np.linalg.norm(info["command"][0, :2]))
-            _, reward, terminated, _, info = env.step(drawn[step, index : index + 1])
-            rewards.append(reward[0])
-            errors.append(-np.log(info["reward_tracking_lin_vel"][0]) / 4)
-            if terminated[0]:
-                break
-        returns, lengths = [*returns, sum(rewards)], [*lengths, len(rewards)]
-    assert min(lengths) < 60 == max(lengths)
-    expected = {"episodic_return": returns, "episodic_length": lengths}
-    expected |= {"velocity": velocities, "velocity_error": np.sqrt(errors)}
-    assert found == pytest.approx({key: np.mean(values) for key, values in expected.items()}, rel=1e-5)
-
-
-def test_go1_goes_on_where_it_was_and_with_its_own_penalties(tmp_path, monkeypatch):
-    commands = []
-    monkeypatch.setattr(go1, "run_for_summary", lambda command, folder: commands.append(command))
-    go1.train(tmp_path, 3, True, go1.MILLION)
-    (tmp_path / "runs" / "one").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path.parent)
-    for softer in (True, False):
-        go1.train(tmp_path.relative_to(tmp_path.parent), 3, softer, 2 * go1.MILLION)
-    softer = f"--env-kwargs={json.dumps(go1.SOFTER)}"
-    assert {"--seed=3", softer, f"--env-id={go1.ENV_ID}"} <= {*commands[0]}
-    resumed = f"--resume={tmp_path / 'runs' / 'one'}"
-    assert {softer, resumed} <= {*commands[1]} and {"--env-kwargs={}", resumed} <= {*commands[2]}

@@ -17,10 +17,10 @@ import pytest
 from conftest import LEANRL, ROOT, make_commit
 from slurm import slurm_cluster, wait_until
 
+from benchmark import records
 from benchmark.collection import COLLECTION
-from benchmark.machine import script_in
+from benchmark.machine import checkpoint_in, script_in, step_of
 from benchmark.modes import LIBRARIES
-from benchmark.report import results
 from benchmark.sweep import __main__ as sweep
 from benchmark.sweep import folder as sweep_folder
 from benchmark.sweep import process as sweep_process
@@ -143,11 +143,11 @@ class House:
         return [int(path.read_text()) for path in self.folder.rglob("checkpoint.pt")]
 
     def curves(self) -> list[dict]:
-        return results.read(self.folder / "curves.jsonl", results.check_curve)
+        return records.read(self.folder / "curves.jsonl", records.check_curve)
 
     def lines(self) -> list[dict]:
         """The results, which have to be in order."""
-        lines = results.read(self.folder / "results.jsonl")
+        lines = records.read(self.folder / "results.jsonl")
         done = [line["job"] for line in lines if line["status"] == "ok"]
         assert [curve["job"] for curve in self.curves()] == done
         assert len({line["job"] for line in lines}) == len(lines)
@@ -211,7 +211,7 @@ def test_places_have_cores_of_their_own_and_take_shares_of_gpus_in_turn(tmp_path
     args = selection.Args(runs_per_gpu=2)
     machine = ThisMachine(args, workers=2, ranks=2, gpus=["3", "5", "6", "7", "9"], lock=0)
     assert machine.free([], 9) == [0, 1, 2, 3] and machine.free([], 1) == [0]
-    assert machine.free([Attempt(tmp_path, None, place) for place in (0, 2)], 9) == [1, 3]
+    assert machine.free([Attempt(tmp_path, None, tmp_path, place) for place in (0, 2)], 9) == [1, 3]
     folders = [tmp_path / str(place) for place in range(4)]
     for folder in folders:
         folder.mkdir()
@@ -272,7 +272,7 @@ def test_real_scripts_are_what_the_sweep_takes_them_for(tmp_path):
         first.terminate()
         time.sleep(0.1)
     assert first.wait(60) == 130
-    step = sweep_process.step_of(sweep_process.checkpoint_in(folder / "runs"))
+    step = step_of(checkpoint_in(folder / "runs"))
     assert start(step + 200).wait(120) == 0
     run = selection.Run(script, "eager", "A", 1, 9, 1)
     record = sweep_folder.Record(tmp_path, selection.Args())
@@ -343,11 +343,11 @@ def test_runs_of_the_original_leanrl_have_its_script_flags_and_interpreter(tmp_p
         selection.check_args(args)
     runs = [run for run in selection.select(args, gpus=[]) if run.mode.startswith("leanrl")]
     assert {run.algorithm for run in runs} == {"td3_continuous_action"}  # its Atari script needs gym
-    commands = {run.mode: run.command(None, tmp_path) for run in runs}
+    commands = {run.mode: run.command(args) for run in runs}
     assert commands.keys() == {"leanrl", "leanrl_compile"}  # without a GPU
     interpreter, program, clone, script, *flags = commands["leanrl_compile"]
     assert interpreter.endswith(".venv-leanrl/bin/python") and clone == str(tmp_path)
-    assert (Path(program).name, script) == ("leanrl.py", "td3_continuous_action_torchcompile")
+    assert (Path(program).name, script) == ("original.py", "td3_continuous_action_torchcompile")
     assert "--compile" in flags and not {"--compile", "--cudagraphs"} & {*commands["leanrl"]}
     without = selection.select(selection.Args(peers=python), gpus=[])
     assert {"cleanrl", "sb3", "sbx", "rltools", "eager", "compile"} == {run.mode for run in without}
@@ -362,16 +362,17 @@ def test_cleanrls_scripts_that_its_package_does_not_have_run_from_a_clone(tmp_pa
         selection.check_args(args)
     (tmp_path / "cleanrl" / "pqn.py").touch()
     selection.check_args(args)
-    commands = {r.algorithm: r.command(args.peers, None, tmp_path) for r in selection.select(args, gpus=[])}
+    commands = {r.algorithm: r.command(args) for r in selection.select(args, gpus=[])}
     assert f"--cleanrl={tmp_path}" in commands["pqn"] and f"--cleanrl={tmp_path}" not in commands["ppo"]
 
 
 def test_libraries_take_one_thread_where_our_scripts_do():
     """Unless told, PyTorch takes all cores."""
     ours = {name for name in COLLECTION if "set_num_threads(1)" in (LEANRL / f"{name}.py").read_text()}
-    runs = selection.select(selection.Args(peers=Path(sys.executable)), gpus=[])
+    args = selection.Args(peers=Path(sys.executable))
+    runs = selection.select(args, gpus=[])
     for run in runs:
-        on_one = "--threads=1" in run.command(Path(sys.executable))
+        on_one = "--threads=1" in run.command(args)
         assert on_one == (run.algorithm in ours and run.mode in LIBRARIES), run
     assert {run.mode for run in runs if run.algorithm in ours} >= {"cleanrl", "sb3", "sbx"}
 
@@ -381,12 +382,12 @@ def test_a_run_in_several_processes_is_started_by_torchrun():
     runs = [run for run in selection.select(args, gpus=list("0123")) if run.mode == "ranks_both"]
     assert {run.algorithm for run in runs} == {"ppo_atari_envpool"}
     for run in runs:
-        _, *torchrun, script, compiled, graphs, _, seed = run.command(None)[:10]
+        _, *torchrun, script, compiled, graphs, _, seed = run.command(args)[:10]
         assert torchrun == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         assert script == str(LEANRL / f"{run.algorithm}_multigpu.py")
         assert [compiled, graphs, seed] == ["--compile", "--cudagraphs", "--seed=3"]
         assert run.name.endswith(f"-{run.steps}-ranks=4-num-envs=2-seed3")
-        assert script_in(run.command(None)) == Path(script)
+        assert script_in(run.command(args)) == Path(script)
     assert "ranks_both" not in {run.mode for run in selection.select(args, gpus=list("012"))}
 
 
@@ -684,13 +685,13 @@ def test_slurm_is_asked_again_and_may_take_its_time_to_answer(house, cluster):
     (programs / "taken").unlink()
     (house.leanrl / "go").unlink()
     house.tell(2, WAIT)
-    process = house.start(*SLURM, "--seeds", 2, env=env)
+    process = house.start(*SLURM, "--seeds", 2, env=env, start_new_session=True)
     assert wait_until((programs / "taken").exists)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: sbatch ends before it has told of the job
     assert process.wait(60) == 130
     queue = {"args": ["squeue", "--noheader"], "env": cluster, "capture_output": True, "check": True}
     assert wait_until(lambda: not subprocess.run(**queue).stdout)
-    assert len([*house.folder.rglob("slurm_job")]) == 4  # of the first seed two
+    assert len([*house.folder.rglob("slurm_job")]) == 3  # of the first seed two, of the last none
 
 
 @on_slurm

@@ -12,7 +12,6 @@ script logs, when it learns, to the last.
 
 import argparse
 import importlib
-import json
 import runpy
 import sys
 import time
@@ -23,14 +22,11 @@ from types import ModuleType, SimpleNamespace
 import envpool
 import gymnasium
 import numpy as np
-import torch
+import peer
 from gymnasium.vector import AutoresetMode
 from torch.utils.tensorboard import SummaryWriter
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it runs in an environment of its own
 from benchmark.collection import COLLECTION
-
-START_TIME = time.perf_counter()
 
 
 class SyncVectorEnv(gymnasium.vector.SyncVectorEnv):
@@ -122,13 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("script", choices=[name for name in COLLECTION if COLLECTION[name].cleanrl])
     parser.add_argument("--cleanrl", type=Path)
-    parser.add_argument("--env-id", required=True)
-    for name in ("--seed", "--total-timesteps"):
-        parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--threads", type=int)
-    args, more = parser.parse_known_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    args, more = peer.parse(parser, more=True)
     root = args.cleanrl or Path(metadata.distribution("cleanrl").locate_file(""))
     path = root / "cleanrl" / f"{COLLECTION[args.script].cleanrl}.py"
     sys.path.insert(0, str(root))  # for its utilities
@@ -145,14 +135,9 @@ def main() -> None:
     env_id = f"{args.env_id.removesuffix('-v5')}NoFrameskip-v4" if atari else args.env_id  # the same game
     if atari:
         gymnasium.register_envs(importlib.import_module("ale_py"))
-    given = {"env-id": env_id, "seed": args.seed, "total-timesteps": args.total_timesteps}
-    sys.argv = [str(path), *(f"--{name}={value}" for name, value in given.items()), *more]
+    sys.argv = peer.command_line(path, args, more, env_id=env_id)
     script = runpy.run_path(str(path), run_name="__main__")
-    (first, start), (last, end) = times[0], times[-1]
-    summary = {"script": "cleanrl", "env_id": args.env_id, "seed": args.seed}
-    summary |= {"total_timesteps": args.total_timesteps, "startup_seconds": None}
-    summary |= {"sps": (last - first) / (end - start) if last > first else None}
-    print(json.dumps(summary | {"wall_seconds": end - START_TIME, "device": str(script["device"])}))
+    peer.tell("cleanrl", args, peer.speed(times), str(script["device"]))
 
 
 if __name__ == "__main__":

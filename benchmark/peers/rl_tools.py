@@ -11,7 +11,6 @@ A program named rltools.py would import itself, hence the name.
 """
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -21,25 +20,20 @@ from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 
-START_TIME = time.perf_counter()
+import gymnasium as gym
+import peer
+import rltools
+from filelock import FileLock
 
-import gymnasium as gym  # noqa: E402
-import rltools  # noqa: E402
-from filelock import FileLock  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it runs in an environment of its own
-from benchmark.collection import COLLECTION  # noqa: E402
+from benchmark.collection import COLLECTION
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("script", choices=[name for name, entry in COLLECTION.items() if entry.rltools])
-    parser.add_argument("--env-id", required=True)
-    for name in ("--seed", "--total-timesteps"):
-        parser.add_argument(name, type=int, required=True)
     for name, default in (("--learning-starts", 0), ("--batch-size", 256), ("--width", 256)):
         parser.add_argument(name, type=int, default=default)
-    args = parser.parse_args()
+    args, _ = peer.parse(parser)
     threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     os.environ.setdefault("MKL_NUM_THREADS", threads)
     learning_starts = max(args.learning_starts, args.batch_size)
@@ -64,11 +58,8 @@ def main() -> None:
     for _ in range(learning_starts + 1, args.total_timesteps):
         state.step()
     timed, elapsed = args.total_timesteps - learning_starts - 1, time.perf_counter() - start
-    summary = {"script": "rltools", "blas": f"MKL {version('mkl')}"}
-    summary |= {"env_id": args.env_id, "seed": args.seed, "total_timesteps": args.total_timesteps}
-    summary |= {"sps": timed / elapsed if timed > 0 else None, "startup_seconds": None}
-    summary |= {"wall_seconds": time.perf_counter() - START_TIME, "device": "cpu"}
-    print(json.dumps(summary))
+    sps = timed / elapsed if timed > 0 else None
+    peer.tell("rltools", args, sps, "cpu", blas=f"MKL {version('mkl')}")
 
 
 if __name__ == "__main__":

@@ -13,52 +13,38 @@ is compiled, for JAX compiles when it first learns: of PPO after two rollouts, o
 agent steps in which they learn as --settle says. --threads are PyTorch's; JAX has its own.
 """
 
-import time
-
-# ruff: noqa: E402
-START_TIME = time.perf_counter()  # the imports below count, as in the scripts
-
 import argparse
 import importlib
-import json
-import sys
-from pathlib import Path
+import time
 
 import gymnasium as gym
 import jax
-import torch
+import peer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it runs in an environment of its own
 from benchmark.collection import COLLECTION
 
 PACKAGES = {"sb3": "stable_baselines3", "sbx": "sbx"}
+# By the class and the kind of actions. The libraries advise the CPU for PPO on small networks.
 OFF_POLICY = {"train_freq": 1, "gradient_steps": -1, "batch_size": 256}
 OFF_POLICY |= {"policy_kwargs": {"net_arch": [256, 256]}}
-ON_POLICY = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10}
-ON_POLICY |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}
-# The libraries advise the CPU for PPO on small networks.
-ON_POLICY |= {"device": "cpu"}
-ON_POLICY_DISCRETE = {"n_steps": 128, "batch_size": 128, "n_epochs": 4, "learning_rate": 2.5e-4}
-ON_POLICY_DISCRETE |= {"ent_coef": 0.01}
-DISCRETE = {"train_freq": 10, "batch_size": 128, "buffer_size": 10_000, "learning_rate": 2.5e-4}
-DISCRETE |= {"target_update_interval": 500}
-DISCRETE |= {"exploration_fraction": 0.5, "policy_kwargs": {"net_arch": [120, 84]}}
-ATARI = {"n_steps": 128, "batch_size": 256, "n_epochs": 4, "learning_rate": 2.5e-4}
-ATARI |= {"clip_range": 0.1, "ent_coef": 0.01}
+PPO = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10, "device": "cpu"}
+PPO |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}
+DISCRETE = {"n_steps": 128, "batch_size": 128, "n_epochs": 4, "learning_rate": 2.5e-4, "ent_coef": 0.01}
 RECURRENT = {"batch_size": 256, "policy_kwargs": {"net_arch": [64], "lstm_hidden_size": 64}}
-# By the class and the kind of actions.
+DQN = {"train_freq": 10, "batch_size": 128, "buffer_size": 10_000, "learning_rate": 2.5e-4}
+DQN |= {"target_update_interval": 500, "exploration_fraction": 0.5, "policy_kwargs": {"net_arch": [120, 84]}}
 OPTIONS = {
     ("SAC", "continuous"): OFF_POLICY,
     ("TD3", "continuous"): OFF_POLICY,
-    ("PPO", "continuous"): ON_POLICY,
-    ("RecurrentPPO", "continuous"): ON_POLICY | RECURRENT | {"n_steps": 32, "learning_rate": 6e-4},
-    ("PPO", "discrete"): ON_POLICY | ON_POLICY_DISCRETE,
-    ("RecurrentPPO", "discrete"): ON_POLICY | ON_POLICY_DISCRETE | RECURRENT,
-    ("PPO", "atari"): ATARI,
-    ("DQN", "discrete"): DISCRETE,
+    ("PPO", "continuous"): PPO,
+    ("RecurrentPPO", "continuous"): PPO | RECURRENT | {"n_steps": 32, "learning_rate": 6e-4},
+    ("PPO", "discrete"): PPO | DISCRETE,
+    ("RecurrentPPO", "discrete"): PPO | DISCRETE | RECURRENT,
+    ("PPO", "atari"): DISCRETE | {"batch_size": 256, "clip_range": 0.1},
+    ("DQN", "discrete"): DQN,
 }
 
 
@@ -90,16 +76,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("peer", choices=PACKAGES)
     parser.add_argument("script", choices=COLLECTION)
-    parser.add_argument("--env-id", required=True)
-    for name in ("--seed", "--total-timesteps"):
-        parser.add_argument(name, type=int, required=True)
-    for name in ("--num-envs", "--batch-size", "--width", "--num-steps", "--threads"):
+    for name in ("--num-envs", "--batch-size", "--width", "--num-steps"):
         parser.add_argument(name, type=int)
     for name, default in (("--learning-starts", 0), ("--settle", 500)):
         parser.add_argument(name, type=int, default=default)
-    args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    args, _ = peer.parse(parser)
     entry = COLLECTION[args.script]
     algorithm, num_envs = getattr(entry, args.peer), args.num_envs or entry.num_envs
     if algorithm is None:
@@ -127,17 +108,8 @@ def main() -> None:
     stopwatch = Stopwatch(args.learning_starts + start)
     model.learn(args.total_timesteps, callback=stopwatch)
     elapsed = time.perf_counter() - stopwatch.started if stopwatch.started else None
-    summary = {
-        "script": args.peer,
-        "env_id": args.env_id,
-        "seed": args.seed,
-        "total_timesteps": args.total_timesteps,
-        "sps": (model.num_timesteps - stopwatch.start) / elapsed if elapsed else None,
-        "startup_seconds": None,
-        "wall_seconds": time.perf_counter() - START_TIME,
-        "device": str(model.device) if args.peer == "sb3" else jax.default_backend(),
-    }
-    print(json.dumps(summary))
+    sps = (model.num_timesteps - stopwatch.start) / elapsed if elapsed else None
+    peer.tell(args.peer, args, sps, str(model.device) if args.peer == "sb3" else jax.default_backend())
 
 
 if __name__ == "__main__":

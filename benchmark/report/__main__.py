@@ -16,11 +16,12 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from benchmark import RESULTS, ROOT
+from benchmark import RESULTS, ROOT, records
 from benchmark.collection import COLLECTION
-from benchmark.report import learning, plots, results, tables
-from benchmark.report.tables import machines
+from benchmark.machine import step_of
+from benchmark.report import learning, plots, speed
 from benchmark.studies import environments
+from benchmark.tables import machines, timed
 from benchmark.terminal import refuse
 
 SHOWN = re.compile(r"\((?:docs/)?plots/((\w+)-([\w-]+)\.png)\)")
@@ -28,11 +29,9 @@ MARKED = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTA
 
 # Tables of runs and of the literature, by kind.
 TABLES = {
-    "speed": tables.speed_table,
-    "algorithms": lambda lines: tables.algorithms_table([*lines, *environments.published_runs(64)]),
-    "captured": tables.captured_table,
-    "learning": tables.learning_table,
-    "check": tables.check_table,
+    "speed": speed.speed_table,
+    "algorithms": lambda lines: speed.algorithms_table([*lines, *environments.published_runs(64)]),
+    "check": speed.check_table,
     "returns": learning.returns_table,
     "headline": partial(learning.returns_table, short=True),
     "ablation": learning.ablation_table,
@@ -62,13 +61,13 @@ def render(text: str) -> str:
 
     def table(match: re.Match) -> str:
         kind, path = match[2], RESULTS / match[3]
-        check = results.check_literature if kind == "literature" else results.check_run
+        check = records.check_literature if kind == "literature" else records.check_run
         found = (TABLES[kind], check) if kind in TABLES else of_study(kind, "table")
         if not found:
             kinds = ", ".join(TABLES)
-            raise results.ResultsError(f"there is no table of kind {kind}; kinds are {kinds}, and studies")
+            raise records.ResultsError(f"there is no table of kind {kind}; kinds are {kinds}, and studies")
         make, check = found
-        content = f"\n{make(results.read(path, check))}\n\n" if path.exists() else ""
+        content = f"\n{make(records.read(path, check))}\n\n" if path.exists() else ""
         return f"{match[1]}{content}{match[4]}"
 
     return MARKED.sub(table, text)
@@ -94,56 +93,50 @@ def write_plots(lines: list[dict], curves: list[dict], folder: Path) -> list[Pat
     return paths
 
 
-def unfinished(folder: Path, ended: set[str]) -> dict[str, int]:
-    """The runs of a sweep that have a checkpoint and have not ended well, with its step."""
-    from benchmark.sweep.process import step_of  # the tables of the docs need nothing that runs sweeps
-
-    found = {path.parents[3].name: path for path in (folder / "jobs").glob("*/*/runs/*/checkpoint.pt")}
-    return {name: step_of(path) for name, path in sorted(found.items()) if name not in ended}
-
-
 def report_folder(folder: Path) -> bool:
     """Print a sweep's tables and write its plots; returns whether a run of the profile check missed.
 
     Raises ResultsError where a file is not as it should be.
     """
     if not (folder / "results.jsonl").exists():
-        raise results.ResultsError(f"{folder} is not the folder of a sweep: it has no results.jsonl")
-    lines = results.read(folder / "results.jsonl", growing=True)
-    print(tables.speed_table(lines))
+        raise records.ResultsError(f"{folder} is not the folder of a sweep: it has no results.jsonl")
+    lines = records.read(folder / "results.jsonl", growing=True)
+    print(speed.speed_table(lines) if timed(lines) else "no run has a speed of its own yet")
     sweep = folder / "sweep.json"
-    described = results.read(sweep, results.check_description) if sweep.exists() else []
+    described = records.read(sweep, records.check_description) if sweep.exists() else []
     checks = [line for line in lines if any(one["profile"] == "check" for one in described)]
     if checks:
-        print(f"\n{tables.check_table(checks)}")
+        print(f"\n{speed.check_table(checks)}")
     elif any(line.get("episodic_return") is not None for line in lines):
         print(f"\n{learning.sweep_table(lines)}")
     for options in (one["options"] for one in described if one.get("options")):
         print(f"\n--options {' '.join(f'{name} {value}' for name, value in options.items())}")
-    for name, step in unfinished(folder, {line["job"] for line in lines if line["status"] == "ok"}).items():
-        print(f"\nnot at its end: {name}: checkpoint at step {step:,}")
+    ended = {line["job"] for line in lines if line["status"] == "ok"}
+    saved = {path.parents[3].name: path for path in (folder / "jobs").glob("*/*/runs/*/checkpoint.pt")}
+    for name in sorted(saved.keys() - ended):
+        print(f"\nnot at its end: {name}: checkpoint at step {step_of(saved[name]):,}")
     for line in lines:
         if line["status"] == "failed":
             print(f"\nfailed: {line['job']}: {line['reason']}")
     drawn = folder / "curves.jsonl"
-    curves = results.read(drawn, results.check_curve, growing=True) if drawn.exists() else []
+    curves = records.read(drawn, records.check_curve, growing=True) if drawn.exists() else []
     paths = write_plots(lines, curves, folder / "plots")
     print(f"\nresults: {folder / 'results.jsonl'}\nplots: {', '.join(str(path) for path in paths)}")
-    return any(row[-1] == tables.MISSED for row in tables.check_rows(checks))
+    return any(row[-1] == speed.MISSED for row in speed.check_rows(checks))
 
 
 def published_plot(name: str, kind: str):
     """The figure of NAME.jsonl and NAME.curves.jsonl in results/. Raises ResultsError where there is none."""
     path, curves = RESULTS / f"{name}.jsonl", RESULTS / f"{name}.curves.jsonl"
     own = (LEARNING_PLOTS | PLOTS).get(kind)
-    plot, check = (own, results.check_run) if own else of_study(kind, "plot") or (None, results.check_run)
-    lines = results.read(path, check)
+    plot, check = (own, records.check_run) if own else of_study(kind, "plot") or (None, records.check_run)
+    lines = records.read(path, check)
     if kind not in LEARNING_PLOTS and (found := len(machines(lines))) != 1:
-        raise results.ResultsError(f"{path}: a plot needs the runs of one machine, not of {found}")
-    drawn = results.read(curves, results.check_curve) if curves.exists() else []
+        raise records.ResultsError(f"{path}: a plot needs the runs of one machine, not of {found}")
+    drawn = records.read(curves, records.check_curve) if curves.exists() else []
     figure = plot(lines, drawn) if plot else None
     if figure is None:
-        raise results.ResultsError(f"{path}: has nothing for a plot of kind {kind}")
+        raise records.ResultsError(f"{path}: has nothing for a plot of kind {kind}")
     return figure
 
 
@@ -163,5 +156,5 @@ if __name__ == "__main__":
         refuse(f"takes the folder of one sweep, got {len(sys.argv) - 1} arguments")
     try:
         report_folder(Path(sys.argv[1]).absolute()) if sys.argv[1:] else report_published()
-    except (results.ResultsError, OSError) as error:
+    except (records.ResultsError, OSError) as error:
         refuse(str(error))

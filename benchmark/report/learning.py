@@ -18,14 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmark import RESULTS
+from benchmark import RESULTS, records
 from benchmark.collection import COLLECTION
+from benchmark.curve import in_groups, logged
 from benchmark.machine import script_in
 from benchmark.modes import LIBRARIES
-from benchmark.report import results
-from benchmark.report.curve import in_groups, logged
-from benchmark.report.plots import at_each_step, draw_evaluations, on_one_grid, panels
-from benchmark.report.tables import by, markdown, name_of, packages_and_commits
+from benchmark.report.plots import at_each_step, draw_evaluations, on_one_grid
+from benchmark.tables import by, by_task, markdown, name_of, packages_and_commits, panels
 from benchmark.terminal import refuse
 
 LAST = 100  # training episodes, whose mean return is what a run has reached
@@ -35,6 +34,7 @@ SOURCES = ("CleanRL", "Stable-Baselines3 zoo", "authors", "others")  # columns o
 TAKEN = ("compile", "both")
 THIN = {"color": "#777777", "linewidth": 0.6, "alpha": 0.8}
 COLOUR, LITERATURE = "#0072B2", "#D55E00"
+MILLION = 1_000_000
 
 
 def interval(values: Iterable[float] | np.ndarray) -> np.ndarray | None:
@@ -51,14 +51,9 @@ def interval(values: Iterable[float] | np.ndarray) -> np.ndarray | None:
     return np.stack([found.confidence_interval.low, found.confidence_interval.high])
 
 
-def millions(steps: int) -> str:
-    """A number of steps as one says it: 998,426 are 1.00M."""
-    return f"{steps / 1e6:.2f}M"
-
-
 def counted(steps: str) -> int:
     """A number of steps as the literature's lines have it: 1M and 500k are 1,000,000 and 500,000."""
-    return int(steps[:-1]) * {"k": 1000, "M": 1_000_000}[steps[-1]]
+    return int(steps[:-1]) * {"k": 1000, "M": MILLION}[steps[-1]]
 
 
 def told(value: float) -> str:
@@ -71,6 +66,17 @@ def is_through(steps: int, asked: int) -> bool:
     return steps >= THROUGH * asked
 
 
+def how_far(steps: int, asked: int) -> str:
+    """Steps in millions and, of runs that are under way, those asked for: 998,426 are 1.00M."""
+    return f"{steps / MILLION:.2f}M" + ("" if is_through(steps, asked) else f" of {asked / MILLION:.2f}M")
+
+
+def through(runs: list[dict]) -> tuple[list[dict], int]:
+    """The runs that are about as far as the one that is furthest, and how far that is."""
+    most = max(run["total_timesteps"] for run in runs)
+    return [run for run in runs if is_through(run["total_timesteps"], most)], most
+
+
 def reached(runs: list[dict]) -> str:
     """The mean over seeds of what runs have reached, and its interval."""
     values = [run["episodic_return"] for run in runs]
@@ -78,9 +84,14 @@ def reached(runs: list[dict]) -> str:
     return mean if bounds is None else f"{mean} [{told(bounds[0])}, {told(bounds[1])}]"
 
 
+def by_seed(runs: list[dict]) -> str:
+    """What each of these runs has reached."""
+    return ", ".join(told(run["episodic_return"]) for run in runs)
+
+
 def literature() -> dict[tuple, list[dict]]:
     """The literature's figures, by script, environment and column of the table."""
-    lines = results.read(RESULTS / "literature.jsonl", results.check_literature)
+    lines = records.read(RESULTS / "literature.jsonl", records.check_literature)
     return by(lines, "algorithm", "env_id", "source")
 
 
@@ -111,24 +122,23 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
     """Mean return of the last training episodes over seeds, with its interval, beside the literature's."""
     others, sources = literature(), SOURCES[:1] if short else SOURCES
     rows, behind = [], []
-    for (algorithm, env_id, asked), runs in by(trained(lines), "algorithm", "env_id", "steps").items():
-        most = max(run["total_timesteps"] for run in runs)
+    for (algorithm, env_id, asked), found in by_task(trained(lines)).items():
+        runs, most = through(found)
         if short and not (is_headline(runs[0]) and is_through(most, asked)):
             continue
-        behind += [run for run in runs if not is_through(run["total_timesteps"], most)]
-        runs = [run for run in runs if is_through(run["total_timesteps"], most)]
-        steps = millions(most) + ("" if is_through(most, asked) else f" of {millions(asked)}")
-        cells = [f"{algorithm}, {env_id}", steps, str(len(runs)), reached(runs)]
-        cells += [] if short else [", ".join(told(run["episodic_return"]) for run in runs)]
+        behind += [run for run in found if run not in runs]
+        cells = [f"{algorithm}, {env_id}", how_far(most, asked), str(len(runs)), reached(runs)]
+        cells.append("" if short else by_seed(runs))
         cells += [reached_by_others(others.get((algorithm, env_id, name), []), asked) for name in sources]
         rows.append(cells)
-    header = ["", "steps", "seeds", "mean return [95 % interval]", *([] if short else ["by seed"]), *sources]
+    header = ["", "steps", "seeds", "mean return [95 % interval]", "by seed", *sources]
     if short:
         return markdown(header, rows)
     going = []
     for run in behind:
+        steps = how_far(run["total_timesteps"], 0)
         name = f"{run['algorithm']} {run['env_id']} seed {run['seed']}"
-        going.append(f"{name} at {millions(run['total_timesteps'])}: {told(run['episodic_return'])}")
+        going.append(f"{name} at {steps}: {told(run['episodic_return'])}")
     below = [f"On their way: {'; '.join(going)}."] if going else []
     return "\n\n".join([markdown(header, rows), *below, made_with(lines)])
 
@@ -138,36 +148,29 @@ def sweep_table(lines: list[dict]) -> str:
     rows, groups = [], by(trained(lines), "algorithm", "env_id", "steps", "mode")
     for (name, env_id, asked, mode), runs in groups.items():
         runs.sort(key=lambda run: run["seed"])
-        values = [run["episodic_return"] for run in runs]
         # Scripts do not tell it by themselves: a copy may, and those of 0.2 did.
         rates = [run["success_rate"] for run in runs if run.get("success_rate") is not None]
         rate = f"{statistics.mean(rates):.2f}" if rates else ""
-        returns = [str(len(values)), reached(runs), ", ".join(map(told, values)), rate]
-        rows.append([f"{name}, {env_id}: {name_of(mode, runs)}", f"{asked:,}", *returns])
+        cells = [f"{asked:,}", str(len(runs)), reached(runs), by_seed(runs), rate]
+        rows.append([f"{name}, {env_id}: {name_of(mode, runs)}", *cells])
     header = ["", "steps", "seeds", "return, last 100 episodes [95 % interval]", "by seed", "success rate"]
-    has_rates = any(row[-1] for row in rows)
-    return markdown(header, rows) if has_rates else markdown(header[:-1], [row[:-1] for row in rows])
+    return markdown(header, rows)
 
 
 def ablation_table(lines: list[dict]) -> str:
     """Mean return of the last training episodes of each variant, below that of defaults of as many steps."""
     path = RESULTS / "learning.jsonl"
-    whole = [line | {"variant": "default"} for line in (results.read(path) if path.exists() else [])]
-    compared = set(by(lines, "algorithm", "env_id", "steps"))
-    whole = [line for line in whole if {*by([line], "algorithm", "env_id", "steps")} <= compared]
-    lines, rows = [*whole, *lines], []
+    whole = [line | {"variant": "default"} for line in (records.read(path) if path.exists() else [])]
+    compared = by_task(lines)
+    lines = [*(line for line in whole if {*by_task([line])} <= compared.keys()), *lines]
+    rows, envs = [], by(trained(lines), "env_id")
     for (env_id, asked), of_steps in by(trained(lines), "env_id", "steps").items():
         # Rows of an environment are named alike, whatever their steps.
-        of_env = [line for line in trained(lines) if line["env_id"] == env_id]
-        ambiguous = len(by(of_env, "variant")) < len(by(of_env, "variant", "algorithm"))
-        for (variant, algorithm), runs in by(of_steps, "variant", "algorithm").items():
-            name = f"{algorithm}, {variant}" if ambiguous else variant
-            most = max(run["total_timesteps"] for run in runs)
-            runs = [run for run in runs if is_through(run["total_timesteps"], most)]
-            values = [told(run["episodic_return"]) for run in runs]
-            steps = millions(most) + ("" if is_through(most, asked) else f" of {millions(asked)}")
-            cells = [steps, str(len(runs)), reached(runs), ", ".join(values)]
-            rows.append([f"{env_id}: {name}", *cells])
+        ambiguous = len(by(envs[env_id,], "variant")) < len(by(envs[env_id,], "variant", "algorithm"))
+        for (variant, algorithm), found in by(of_steps, "variant", "algorithm").items():
+            runs, most = through(found)
+            name = f"{env_id}: {f'{algorithm}, {variant}' if ambiguous else variant}"
+            rows.append([name, how_far(most, asked), str(len(runs)), reached(runs), by_seed(runs)])
     table = markdown(["", "steps", "seeds", "mean return [95 % interval]", "by seed"], rows)
     return f"{table}\n\n{made_with(lines)}"
 
@@ -190,112 +193,69 @@ def literature_table(lines: list[dict]) -> str:
     return markdown(["", "scripts", "environments", "seeds", "±", "returns"], rows)
 
 
-def drawn_curves(runs: list[dict], curves: list[dict]) -> list[dict]:
-    """The curves of runs, of those that have more than a point."""
-    of = {(curve["sweep"], curve["job"]): curve for curve in curves}
-    found = [of.get((run["sweep"], run["job"])) for run in runs]
-    return [curve for curve in found if curve and len(curve["step"]) > 1]
-
-
-def at_work(curve: dict) -> np.ndarray:
-    """The seconds of a curve without stops: a step that took five times the usual counts as usual."""
-    taken, steps = np.diff(curve["seconds"]), np.diff(curve["step"])
-    if not steps.any():  # all episodes ended at once
-        return np.array(curve["seconds"])
-    usual = np.median(taken[steps > 0] / steps[steps > 0]) * steps
-    return curve["seconds"][0] + np.cumsum([0, *np.where(taken > 5 * usual, usual, taken)])
-
-
-def title_of(env_id: str, asked: int, curves: list[dict]) -> str:
-    """The title of a panel, which tells of runs that are under way how far they are."""
+def draw(axis, curves: list[dict]) -> None:
+    """Return against steps: single seeds thin, and the mean, with its interval, of those that are through."""
     most = max(curve["step"][-1] for curve in curves)
-    return env_id if is_through(most, asked) else f"{env_id}, {millions(most)} of {millions(asked)}"
-
-
-def draw(axis, curves: list[dict], key: str) -> None:
-    """Return against steps: single seeds thin, and the mean, with its interval, of those that are through.
-
-    By time: each seed. One seed took up to five times as long as another, by what else the machine had to do:
-    at the same minute one is at its end and another has yet to begin: a mean would tell of the machine.
-    """
-    scale = {"step": 1e6, "seconds": 60}[key]
-    curves = [curve | {"seconds": at_work(curve)} for curve in curves]
-    most = max(curve["step"][-1] for curve in curves)
-    through = [curve for curve in curves if is_through(curve["step"][-1], most)]
-    seeds = f"LeanRL, {len(through)} seed{'s' * (len(through) > 1)}"
-    each = len(through) == 1 or key == "seconds"
-    labels = {True: seeds if each else None, False: "LeanRL, under way"}
+    done = [curve for curve in curves if is_through(curve["step"][-1], most)]
+    seeds = f"LeanRL, {len(done)} seed{'s' * (len(done) > 1)}"
+    alone = {"color": COLOUR, "linewidth": 1.5, "label": seeds}
+    going = THIN | {"linestyle": "--", "label": "LeanRL, under way"}
     for curve in curves:
-        style = THIN | {"linestyle": "--"}
-        if curve in through:
-            style = {"color": COLOUR, "linewidth": 1.5 if len(through) == 1 else 0.9} if each else THIN
-        label = labels.pop(curve in through, None)
-        x, y = (at_each_step(curve, "step", value)[1] for value in (key, "episodic_return"))
-        axis.plot(x / scale, y, label=label, **style)
-    if not each and (found := on_one_grid(through, "step", "episodic_return")):
-        grid, values = found
-        axis.plot(grid / scale, values.mean(axis=0), color=COLOUR, linewidth=2, label=seeds)
-        axis.fill_between(grid / scale, *interval(values), color=COLOUR, alpha=0.25, linewidth=0)
-    if key == "step":
-        draw_evaluations(axis, through, COLOUR, "evaluation", scale)
+        steps, values = at_each_step(curve, "step", "episodic_return")
+        style = going if curve not in done else alone if len(done) == 1 else THIN
+        axis.plot(steps / MILLION, values, **style)
+        going = going | {"label": None} if style is going else going
+    if len(done) > 1 and (found := on_one_grid(done, "step", "episodic_return")):
+        steps, values = found
+        axis.plot(steps / MILLION, values.mean(axis=0), color=COLOUR, linewidth=2, label=seeds)
+        axis.fill_between(steps / MILLION, *interval(values), color=COLOUR, alpha=0.25, linewidth=0)
+    draw_evaluations(axis, done, COLOUR, "evaluation", MILLION)
 
 
-def mark(axis, algorithm: str, env_id: str, key: str) -> None:
-    """CleanRL's figures: by steps, points where its runs ended, side by side; by time, levels."""
-    styles = [("D", "--"), ("s", ":"), ("^", "-.")]
+def mark(axis, algorithm: str, env_id: str) -> None:
+    """CleanRL's figures: points where its runs ended, side by side, or equal ones would hide each other."""
     for place, line in enumerate(literature().get((algorithm, env_id, "CleanRL"), [])):
-        marker, dashes = styles[place]
+        end = counted(line["steps"]) / MILLION * (1 + 0.025 * place)
         label = f"CleanRL, {line['note'] or line['steps'] + ' steps'}"
-        if key == "step":
-            end = counted(line["steps"]) / 1e6 * (1 + 0.025 * place)  # equal figures would hide each other
-            style = {"fmt": marker, "color": LITERATURE, "capsize": 4}
-            axis.errorbar(end, line["mean"], line["spread"], label=label, **style)
-        else:
-            style = {"color": LITERATURE, "linestyle": dashes, "linewidth": 1.2}
-            minutes = np.linspace(0, axis.dataLim.xmax, 100)  # a legend makes room for points, not for lines
-            axis.plot(minutes, np.full(100, line["mean"]), label=label, **style)
+        style = {"fmt": "Ds^"[place], "color": LITERATURE, "capsize": 4, "label": label}
+        axis.errorbar(end, line["mean"], line["spread"], **style)
 
 
-def finish(axis, title: str, key: str) -> None:
-    """Words of a panel, and room for its legend."""
-    axis.set_title(title, fontsize=11)
-    axis.set_xlabel({"step": "million agent steps", "seconds": "minutes, start-up included"}[key])
-    axis.set_ylabel("return of training episodes")
-    axis.legend(framealpha=0.4, edgecolor="none", fontsize=9, loc="best")
+def plot_curves(lines: list[dict], curves: list[dict], title: str, titled: str):
+    """The learning curves of these runs, a panel a task, each with a title made of its names."""
+    of = {(curve["sweep"], curve["job"]): curve for curve in curves if len(curve["step"]) > 1}
+    kept = {}
+    for task, runs in by_task(lines).items():
+        kept[task] = [of[run["sweep"], run["job"]] for run in runs if (run["sweep"], run["job"]) in of]
+    kept = {task: drawn for task, drawn in kept.items() if drawn}
+    if not kept:
+        return None
+    figure, axes = panels(len(kept), f"{title}: mean over seeds, 95 % bootstrap interval, single seeds")
+    for axis, ((algorithm, env_id, asked), drawn) in zip(axes, kept.items(), strict=True):
+        draw(axis, drawn)
+        mark(axis, algorithm, env_id)
+        most = max(curve["step"][-1] for curve in drawn)
+        going = "" if is_through(most, asked) else f", {how_far(most, asked)}"
+        axis.set_title(titled.format(algorithm=algorithm, env_id=env_id) + going, fontsize=11)
+        axis.set(xlabel="million agent steps", ylabel="return of training episodes")
+        axis.legend(framealpha=0.4, edgecolor="none", fontsize=9, loc="best")
+        if np.ptp(axis.dataLim.intervaly) == 0:  # nothing is learnt: no ticks that none can reach
+            axis.set_yticks([axis.dataLim.y0])
+    return figure
 
 
 def plot_returns_of(algorithm: str, lines: list[dict], curves: list[dict]):
-    """The learning curves of an algorithm: a row an environment and number of steps, by steps and by time."""
-    groups = by([line for line in trained(lines) if line["algorithm"] == algorithm], "env_id", "steps")
-    kept = [(*key, drawn) for key, runs in groups.items() if (drawn := drawn_curves(runs, curves))]
-    if not kept:
-        return None
-    title = f"{algorithm}: mean over seeds, 95 % bootstrap interval; by time each seed"
-    figure, axes = panels(2 * len(kept), title)
-    for row, (env_id, asked, drawn) in enumerate(kept):
-        for axis, key in zip(axes[2 * row : 2 * row + 2], ("step", "seconds"), strict=True):
-            draw(axis, drawn, key)
-            mark(axis, algorithm, env_id, key)
-            finish(axis, title_of(env_id, asked, drawn), key)
-    return figure
+    """The learning curves of an algorithm: a panel an environment and number of steps."""
+    runs = [line for line in trained(lines) if line["algorithm"] == algorithm]
+    return plot_curves(runs, curves, algorithm, "{env_id}")
 
 
 def plot_overview(lines: list[dict], curves: list[dict]):
-    """One environment of each algorithm, by steps."""
-    kept = []
-    for (algorithm, env_id, asked), runs in by(trained(lines), "algorithm", "env_id", "steps").items():
-        ended = is_through(max(run["total_timesteps"] for run in runs), asked)
-        if ended and is_headline(runs[0]) and (drawn := drawn_curves(runs, curves)):
-            kept.append((algorithm, env_id, drawn))
-    if not kept:
-        return None
-    title = "Learning curves: mean over seeds, 95 % bootstrap interval, single seeds"
-    figure, axes = panels(len(kept), title)
-    for axis, (algorithm, env_id, drawn) in zip(axes, kept, strict=False):
-        draw(axis, drawn, "step")
-        mark(axis, algorithm, env_id, "step")
-        finish(axis, f"{algorithm}, {env_id}", "step")
-    return figure
+    """One environment of each algorithm, where a run has come to its end."""
+    ended = []
+    for (_, _, asked), runs in by_task(trained(lines)).items():
+        ended += runs if is_headline(runs[0]) and is_through(through(runs)[1], asked) else []
+    return plot_curves(ended, curves, "Learning curves", "{algorithm}, {env_id}")
 
 
 def unfinished_runs(folder: Path, ended: set[str]) -> Iterator[tuple[dict, dict]]:
@@ -305,34 +265,22 @@ def unfinished_runs(folder: Path, ended: set[str]) -> Iterator[tuple[dict, dict]
     are made with are left out.
     """
     sweep = json.loads((folder / "sweep.json").read_bytes())
-    files = sorted((folder / "jobs").glob("*/*/runs/about.json"), key=attempt)
-    last = {about.parts[-4]: about for about in files}
-    for job, about in last.items():
-        if job in ended:
-            continue
-        runs = about.parent
-        whole = logged(runs)
-        if not whole["step"]:
+    files = sorted((folder / "jobs").glob("*/*/runs/about.json"), key=lambda file: int(file.parts[-3]))
+    for job, about in {file.parts[-4]: file for file in files}.items():
+        if job in ended or not (whole := logged(about.parent))["step"]:
             continue
         made_with = json.loads(about.read_bytes())
         command = made_with.pop("command")
         given = dict(part[2:].split("=", 1) for part in command if part.startswith("--") and "=" in part)
         algorithm, mode, _ = job.split("-", 2)
-        line = {"format": results.FORMAT, "sweep": sweep["id"], "job": job, "attempts": attempt(about)}
-        line |= {"status": "ok", "algorithm": algorithm, "mode": mode}
-        line |= {"script": script_in(command).stem}
+        run = {"format": records.FORMAT, "sweep": sweep["id"], "job": job}
+        line = run | {"attempts": int(about.parts[-3]), "status": "ok", "algorithm": algorithm, "mode": mode}
+        line |= {"script": script_in(command).stem, "env_id": given["env-id"], "seed": int(given["seed"])}
         line |= {"ranks": int(given["nproc-per-node"])} if "nproc-per-node" in given else {}
-        line |= {"env_id": given["env-id"], "seed": int(given["seed"]), "sps": None, "startup_seconds": None}
-        line |= {"steps": int(given["total-timesteps"]), "total_timesteps": whole["step"][-1]}
+        line |= {"sps": None, "startup_seconds": None, "steps": int(given["total-timesteps"])}
+        line |= {"total_timesteps": whole["step"][-1]}
         line["episodic_return"] = statistics.mean(whole["episodic_return"][-LAST:])
-        curve = {key: line[key] for key in ("format", "sweep", "job")}
-        curve |= in_groups(whole) | {"gpu_seconds": [], "gpu_utilization": []}
-        yield line | made_with, curve
-
-
-def attempt(about: Path) -> int:
-    """Which attempt at a run this file is of."""
-    return int(about.parts[-3])
+        yield line | made_with, run | in_groups(whole) | {"gpu_seconds": [], "gpu_utilization": []}
 
 
 def take_over(folders: list[Path], variant: str | None = None, name: str = "ablation") -> None:
@@ -344,35 +292,36 @@ def take_over(folders: list[Path], variant: str | None = None, name: str = "abla
     modes, which its row would mix, and where the file has others.
     """
     name = name if variant else "learning"
-    files = {RESULTS / f"{name}.jsonl": results.check_run}
-    files[RESULTS / f"{name}.curves.jsonl"] = results.check_curve
-    old, curves = (results.read(path, check) if path.exists() else [] for path, check in files.items())
+    files = {RESULTS / f"{name}.jsonl": records.check_run}
+    files[RESULTS / f"{name}.curves.jsonl"] = records.check_curve
+    old, curves = (records.read(path, check) if path.exists() else [] for path, check in files.items())
     if variant and any("variant" not in line for line in old):
-        raise results.ResultsError(f"--file takes one with variants only, not {name}")
+        raise records.ResultsError(f"--file takes one with variants only, not {name}")
     found = {identity(line): line for line in old}
     drawn = {(curve["sweep"], curve["job"]): curve for curve in curves}
     modes = {line["mode"] for line in old if line.get("variant") == variant}
     for folder in folders:
-        lines = results.read(folder / "results.jsonl", growing=True)
-        new = [(line, None) for line in lines if line["status"] == "ok"]
-        new += unfinished_runs(folder, {line["job"] for line in lines})
-        new_curves = results.read(folder / "curves.jsonl", results.check_curve, growing=True)
-        drawn |= {(curve["sweep"], curve["job"]): curve for curve in new_curves}
-        for line, curve in new:
-            line |= {"variant": variant} if variant else {}
-            known = found.get(identity(line), {"total_timesteps": 0})
+        lines = records.read(folder / "results.jsonl", growing=True)
+        for curve in records.read(folder / "curves.jsonl", records.check_curve, growing=True):
+            drawn[curve["sweep"], curve["job"]] = curve
+        going = unfinished_runs(folder, {line["job"] for line in lines})
+        for line, curve in [*((line, None) for line in lines), *going]:
             taken = line["mode"] not in LIBRARIES if variant else line["mode"] in TAKEN
-            modes |= {line["mode"]} if taken else set()
-            if taken and known["total_timesteps"] <= line["total_timesteps"]:
-                line |= {"resume": Path(line["resume"]).name} if line.get("resume") else {}
+            if line["status"] == "failed" or not taken:
+                continue
+            line |= {"variant": variant} if variant else {}
+            line |= {"resume": Path(line["resume"]).name} if line.get("resume") else {}
+            modes.add(line["mode"])
+            known = found.get(identity(line), {"total_timesteps": 0})
+            if known["total_timesteps"] <= line["total_timesteps"]:
                 found[identity(line)] = line
                 drawn |= {(line["sweep"], line["job"]): curve} if curve else {}
     if variant and len(modes) > 1:
-        raise results.ResultsError(f"--variant takes runs of one mode, not {', '.join(sorted(modes))}")
+        raise records.ResultsError(f"--variant takes runs of one mode, not {', '.join(sorted(modes))}")
     kept = sorted(found.values(), key=natural)
     contents = (kept, [drawn[line["sweep"], line["job"]] for line in kept])
     for (path, check), content in zip(files.items(), contents, strict=True):
-        results.replace(path, content, check)
+        records.replace(path, content, check)
 
 
 def identity(line: dict) -> tuple:

@@ -1,13 +1,10 @@
 """The plots of speed, returns and GPU utilisation of a sweep."""
 
-import statistics
-import textwrap
-from collections.abc import Collection
-
 import numpy as np
 
 from benchmark.modes import MODES
-from benchmark.report.tables import busy_per_million, by, in_order, name_of, processor, timed
+from benchmark.report.speed import busy_per_million
+from benchmark.tables import by_mode, by_task, name_of, panels, speed, timed
 
 # The colours of Okabe and Ito, and four more which colour-blind readers can tell apart.
 HUES = ("#E69F00", "#56B4E9", "#0072B2", "#000000", "#009E73", "#D55E00", "#882255", "#44AA99", "#CC79A7")
@@ -16,68 +13,39 @@ GREYS = ("#BBBBBB", "#B0A090", "#908070", "#706050", "#999999", "#555555", "#303
 COLOURS = dict(zip(MODES, GREYS + HUES, strict=True))
 
 
-def panels(count: int, title: str):
-    """A figure of panels, two in a row, and its axes, of which those left over are hidden."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display
-    import matplotlib.pyplot as plt
-
-    columns = min(count, 2)
-    rows = -(-count // columns)
-    size = (5.2 * columns, 3.2 * rows + 0.6)
-    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    for axis in axes.ravel()[count:]:
-        axis.set_visible(False)
-    for axis in axes.ravel():
-        axis.spines[["top", "right"]].set_visible(False)
-    # A title wider than its one panel is broken into lines, or both of its ends would be cut off.
-    figure.suptitle("\n".join(textwrap.wrap(title, 58 * columns)))
-    return figure, axes.ravel()
-
-
 def label(mode: str, runs: list[dict]) -> str:
     """The name of a mode of these runs in a plot."""
     return name_of(mode, runs).replace("`", "").removeprefix("LeanRL ")
 
 
-def below(lines: list[dict]) -> str:
-    """The machine, short enough to stand below a plot."""
-    gpu = lines[0]["hardware"]["gpu"]
-    torch = "/".join(sorted({line["versions"].get("torch") or "" for line in lines} - {""}))
-    return f"{processor(lines[0])}; {gpu or 'no GPU'}; torch {torch}"
-
-
-def title_of(task: tuple[str, str, int], tasks: Collection[tuple[str, str, int]]) -> str:
-    """The title of a panel: algorithm and environment, and the steps if another panel has both."""
-    *names, steps = task
-    alike = [other for other in tasks if other[:2] == task[:2]]
-    return ", ".join([*names, f"{steps:,} steps"] if len(alike) > 1 else names)
+def task_panels(lines: list[dict], title: str):
+    """A figure with a panel for each task, and of each panel the axis and the runs by mode; None of none."""
+    groups = by_task(lines)
+    if not groups:
+        return None, []
+    figure, axes = panels(len(groups), title, lines)
+    for axis, (*names, steps) in zip(axes, groups, strict=True):
+        alike = [other for other in groups if other[:2] == tuple(names)]
+        axis.set_title(", ".join([*names, f"{steps:,} steps"] if len(alike) > 1 else names), fontsize=10)
+    return figure, [(axis, by_mode(group)) for axis, group in zip(axes, groups.values(), strict=True)]
 
 
 def plot_speed(lines: list[dict]):
     """Bars of steps per second by mode, with the range over runs; a panel an algorithm and environment."""
-    groups = by(timed(lines), "algorithm", "env_id", "steps")
-    if not groups:
-        return None
-    figure, axes = panels(len(groups), "Agent steps per second: median, range, ratio to eager")
-    for axis, (task, group) in zip(axes, groups.items(), strict=False):
-        runs_of = {mode: runs for (mode,), runs in by(group, "mode").items()}
-        modes = {mode: [line["sps"] for line in runs] for mode, runs in runs_of.items()}
-        names = in_order(modes)[::-1]
-        medians = np.array([statistics.median(modes[mode]) for mode in names])
-        low, high = [min(modes[mode]) for mode in names], [max(modes[mode]) for mode in names]
-        whiskers = [medians - low, high - medians]
-        colours = [COLOURS[mode] for mode in names]
-        labels = [label(mode, runs_of[mode]) for mode in names]
+    figure, drawn = task_panels(timed(lines), "Agent steps per second: median, range, ratio to eager")
+    for axis, modes in drawn:
+        names = [*modes][::-1]
+        medians = np.array([speed(modes[mode]) for mode in names])
+        most, least = ([end(line["sps"] for line in modes[mode]) for mode in names] for end in (max, min))
+        labels, colours = [label(mode, modes[mode]) for mode in names], [COLOURS[mode] for mode in names]
+        whiskers = [medians - least, most - medians]
         axis.barh(labels, medians, xerr=whiskers, color=colours, ecolor="black", capsize=3)
-        base = statistics.median(modes["eager"]) if "eager" in modes else None
-        for row, (mode, median) in enumerate(zip(names, medians, strict=True)):
-            ratio = f"  ({median / base:.2f}x)" if base else ""
-            axis.text(max(modes[mode]), row, f"  {median:,.0f}{ratio}", va="center", fontsize=9)
-        axis.set_xlim(0, max(map(max, modes.values())) * 1.4)
-        axis.set_title(title_of(task, groups), fontsize=10)
-    figure.supxlabel(below(lines), fontsize=8, color="#555555")
+        for row, median in enumerate(medians):
+            ratio = f"  ({median / speed(modes['eager']):.2f}x)" if "eager" in modes else ""
+            axis.text(most[row], row, f"  {median:,.0f}{ratio}", va="center", fontsize=9)
+        axis.set_xlim(0, max(most) * 1.4)
+        axis.locator_params(axis="x", nbins=5)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
     return figure
 
 
@@ -109,63 +77,59 @@ def draw_evaluations(axis, curves: list[dict], colour: str, text: str, scale: fl
 
 
 def plot_returns(lines: list[dict], curves: list[dict], key: str):
-    """Return of training episodes against `key`, step or seconds: mean and range; a panel a task."""
+    """Return of training episodes against `key`, step or seconds: mean and range; a panel a task.
+
+    Seconds are those after start-up, which the table has. Modes with the same returns share a line.
+    """
     curve_of = {(curve["sweep"], curve["job"]): curve for curve in curves if len(curve["step"]) > 1}
-    drawn = [line for line in lines if (line["sweep"], line["job"]) in curve_of]
-    groups = by(drawn, "algorithm", "env_id", "steps")
-    if not groups:
-        return None
-    axis_name = {"step": "agent steps", "seconds": "seconds, start-up included"}[key]
+    lines = [line for line in lines if (line["sweep"], line["job"]) in curve_of]
+    axis_name = {"step": "agent steps", "seconds": "seconds after start-up"}[key]
     title = f"Return of training episodes against {axis_name}: mean and range over seeds"
-    figure, axes = panels(len(groups), title)
-    for axis, (task, group) in zip(axes, groups.items(), strict=False):
-        modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
-        for mode in in_order(modes):
-            runs = [curve_of[line["sweep"], line["job"]] for line in modes[mode]]
-            if not (found := on_one_grid(runs, "step", "episodic_return")):
+    figure, drawn = task_panels(lines, title)
+    for axis, modes in drawn:
+        shown: list[tuple] = []  # what a line is of, and the line
+        for mode, runs in modes.items():
+            of_mode = [curve_of[line["sweep"], line["job"]] for line in runs]
+            if not (found := on_one_grid(of_mode, "step", "episodic_return")):
                 continue
-            grid, values = found
-            # Against time, too, means are by steps: a seed that had to compile is through its first episodes
-            # when others are at their end.
-            x = grid if key == "step" else on_one_grid(runs, "step", "seconds")[1].mean(axis=0)
-            axis.plot(x, values.mean(axis=0), color=COLOURS[mode], label=label(mode, modes[mode]))
+            x, values = found
+            if key == "seconds":
+                # Against time, too, means are by steps: seeds go through their episodes at different times.
+                startup = [[line.get("startup_seconds") or 0] for line in runs]
+                x = (on_one_grid(of_mode, "step", "seconds")[1] - startup).mean(axis=0)
+            name, colour = label(mode, runs), COLOURS[mode]
+            same = [line for other, line in shown if np.array_equal(other, [x, *values])]
+            if same:
+                same[0].set_label(f"{same[0].get_label()} = {name}")
+                continue
+            shown.append(([x, *values], *axis.plot(x, values.mean(axis=0), color=colour, label=name)))
             low, high = values.min(axis=0), values.max(axis=0)
-            axis.fill_between(x, low, high, color=COLOURS[mode], alpha=0.2, linewidth=0)
+            axis.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
             if key == "step":
-                draw_evaluations(axis, runs, COLOURS[mode], f"{label(mode, modes[mode])}, evaluation")
-        axis.set_title(title_of(task, groups), fontsize=10)
-        axis.set_xlabel(axis_name)
-        axis.set_ylabel("return")
+                draw_evaluations(axis, of_mode, colour, f"{name}, evaluation")
+        axis.set(xlabel=axis_name, ylabel="return")
+        axis.locator_params(axis="x", nbins=6)
         if axis.lines:
             axis.legend(frameon=False, fontsize=8)
-    figure.supxlabel(below(lines), fontsize=8, color="#555555")
     return figure
 
 
 def plot_gpu(lines: list[dict], curves: list[dict]):
     """GPU utilisation over the last run of each mode; a panel an algorithm and environment, if on a GPU."""
     curve_of = {(curve["sweep"], curve["job"]): curve for curve in curves if curve["gpu_seconds"]}
-    whole = [line for line in timed(lines) if line.get("gpu_busy_seconds") is not None]
-    drawn = [line for line in whole if (line["sweep"], line["job"]) in curve_of]
-    groups = by(drawn, "algorithm", "env_id", "steps")
-    if not groups:
-        return None
+    lines = [line for line in timed(lines) if line.get("gpu_busy_seconds") is not None]
+    lines = [line for line in lines if (line["sweep"], line["job"]) in curve_of]
     title = "GPU utilisation in a run, and the median of GPU-busy seconds per million steps"
-    figure, axes = panels(len(groups), title)
-    for axis, (task, group) in zip(axes, groups.items(), strict=False):
-        modes = {mode: runs for (mode,), runs in by(group, "mode").items()}
-        for mode in in_order(modes):
-            last = modes[mode][-1]  # the first has compiled
-            curve = curve_of[last["sweep"], last["job"]]
-            busy = busy_per_million(modes[mode])
+    figure, drawn = task_panels(lines, title)
+    for axis, modes in drawn:
+        for mode, runs in modes.items():
+            curve = curve_of[runs[-1]["sweep"], runs[-1]["job"]]  # the first has compiled
+            busy = busy_per_million(runs)
+            text = f"{label(mode, runs)}{'' if busy is None else f': {busy:,.0f} s'}"
+            seconds = np.array(curve["gpu_seconds"]) - (runs[-1].get("startup_seconds") or 0)
             percent = 100 * np.array(curve["gpu_utilization"])
-            text = f"{label(mode, modes[mode])}{'' if busy is None else f': {busy:,.0f} s'}"
-            axis.plot(curve["gpu_seconds"], percent, color=COLOURS[mode], label=text)
-        axis.set_title(title_of(task, groups), fontsize=10)
-        axis.set_xlabel("seconds, start-up included")
-        axis.set_ylabel("utilisation, %")
-        axis.set_ylim(0, 140)  # room for the legend
+            axis.plot(seconds[seconds >= 0], percent[seconds >= 0], color=COLOURS[mode], label=text)
+        axis.set(xlabel="seconds after start-up", ylabel="utilisation, %", ylim=(0, 140))  # for the legend
         axis.set_yticks(range(0, 101, 20))
         axis.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
-    figure.supxlabel(below(lines), fontsize=8, color="#555555")
     return figure

@@ -14,26 +14,22 @@ benchmark/results/scaling.jsonl.
 Exit status: 0 all points are timed, 1 some runs failed, 2 a bad argument.
 """
 
-import itertools
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import tyro
 
-from benchmark import LEANRL, ROOT
+from benchmark import LEANRL, records
 from benchmark.collection import COLLECTION
-from benchmark.machine import provenance, run_for_summary
-from benchmark.report import plots, results
-from benchmark.report.tables import by, machine_of
-from benchmark.terminal import check_interpreter, check_names, lines_of_output
+from benchmark.studies.timing import Point, of_library, options, time_runs
+from benchmark.tables import by, panels
+from benchmark.terminal import check_interpreter, check_names
 
-PEERS = ROOT / "benchmark" / "peers" / "sb3_sbx.py"
 VALUES = {"num_envs": (1, 4, 16, 64, 256), "batch_size": (64, 256, 1024, 4096), "width": (64, 256, 1024)}
 # Batch and width of the defaults.
 SIZES = {
@@ -54,12 +50,11 @@ LONG = {"ppo_continuous_action": 50_000, "ppo_atari_envpool": 4_000, "dqn": 20_4
 # What the axes are called in the plot, and what costs along them.
 AXES = {"num_envs": "environments", "batch_size": "batch", "width": "width"}
 UNITS = {"num_envs": "agent step", "batch_size": "row of a batch", "width": "gradient step"}
-HUES, MARKERS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#000000", "#CC79A7", "#56B4E9"), "os^PDv"
-LOOKS = zip(itertools.cycle(HUES), itertools.cycle(MARKERS), strict=False)
-STYLES = dict(zip(DEFAULTS, LOOKS, strict=False))
+LOOKS = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#E69F00", "P"), ("#000000", "D"))
+STYLES = dict(zip(DEFAULTS, LOOKS, strict=True))
 
 
-class Line(results.Timing):
+class Line(records.Timing):
     """A run with one size changed."""
 
     script: str
@@ -71,7 +66,7 @@ class Line(results.Timing):
     peak_memory_mb: float
 
 
-check = results.check_of(Line)
+check = records.check_of(Line)
 
 
 def unit_cost(line: dict) -> float:
@@ -95,39 +90,42 @@ def binding(lines: list[dict]) -> dict | None:
     return next((lines[index] for index in rest if costs[index] <= 4 / 3 * min(costs[index:])), None)
 
 
+def draw(axis, lines: list[dict]) -> None:
+    """A line a script and library along one axis, ours with a marker at each point."""
+    for (script, mode), group in by(lines, "script", "mode").items():
+        group = sorted(group, key=lambda line: line["value"])
+        colour, marker = STYLES[script]
+        points = ([line["value"] for line in group], [unit_cost(line) for line in group])
+        if mode == "sbx":
+            axis.plot(*points, color=colour, linestyle="--", linewidth=1, label=f"{script}: SBX")
+            continue
+        style = {"color": colour, "marker": marker, "markersize": 7, "markerfacecolor": "white"}
+        axis.plot(*points, label=script, **style)
+        if bound := binding(group):  # of several at one place each is seen around the next
+            size = 13 - 1.5 * [*STYLES].index(script)
+            style = {"color": colour, "marker": marker, "markersize": size, "zorder": 3}
+            axis.plot(bound["value"], unit_cost(bound), **style)
+
+
 def plot(lines: list[dict], curves: list[dict]):
     """Cost against sizes: a panel an axis, a marker a script, filled where another resource binds."""
     heading = "What an agent step, a row of a batch and a gradient step cost, by size"
-    figure, axes = plots.panels(len(AXES) + 1, heading)
-    for axis, (name, title) in zip(axes, AXES.items(), strict=False):
+    figure, (*axes, last) = panels(len(AXES) + 1, heading, lines)
+    labelled = {}
+    for axis, (name, title) in zip(axes, AXES.items(), strict=True):
         along = [line for line in lines if line["axis"] == name]
         if not along:  # of a study under way
             axis.axis("off")
             continue
-        for (script, mode), group in by(along, "script", "mode").items():
-            group = sorted(group, key=lambda line: line["value"])
-            colour, marker = STYLES[script]
-            points = ([line["value"] for line in group], [unit_cost(line) for line in group])
-            if mode == "sbx":
-                axis.plot(*points, color=colour, linestyle="--", linewidth=1, label=f"{script}: SBX")
-                continue
-            style = {"color": colour, "marker": marker, "markersize": 7, "markerfacecolor": "white"}
-            axis.plot(*points, label=script, **style)
-            if bound := binding(group):  # of several at one place each is seen around the next
-                size = 13 - 1.5 * [*STYLES].index(script)
-                point = (bound["value"], unit_cost(bound))
-                axis.plot(*point, color=colour, marker=marker, markersize=size, zorder=3)
+        draw(axis, along)
         axis.set(xscale="log", yscale="log", xlabel=title, ylabel=f"microseconds per {UNITS[name]}")
         values = [line["value"] for line in along]
         axis.set_xticks([4**power for power in range(7) if min(values) <= 4**power <= max(values)])
         axis.xaxis.set_major_formatter("{x:.0f}")
         axis.minorticks_off()
-    axes[len(AXES)].axis("off")
-    labelled = {
-        text: line for axis in axes for line, text in zip(*axis.get_legend_handles_labels(), strict=True)
-    }
-    axes[len(AXES)].legend(labelled.values(), labelled.keys(), loc="center", frameon=False)
-    figure.supxlabel(plots.below(lines), fontsize=8, color="#555555")
+        labelled |= {text: line for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
+    last.axis("off")
+    last.legend(labelled.values(), labelled.keys(), loc="center", frameon=False)
     return figure
 
 
@@ -183,36 +181,38 @@ class Measurement:
             return 0.1 if self.script == "dqn" else 1.0
         return (4 if COLLECTION[self.script].actions == "atari" else 10) / self.sizes["batch_size"]
 
-    def command(self, folder: Path, peers: Path | None) -> tuple[str, ...]:
-        """The command that runs it; a copy of the script is made in `folder`."""
-        if self.mode == "sbx":
-            envs, batch, width = self.sizes.values()
-            algorithm = COLLECTION[self.script]
-            given = {key: value for key, value in self.arguments.items() if key != "num-minibatches"}
-            given |= {"env-id": algorithm.env_id, "seed": 1, "batch-size": batch, "width": width}
-            settle = 2 * envs * self.num_steps  # agent steps in which JAX compiles
-            if not COLLECTION[self.script].on_policy:
-                # Of DQN also what acts, which is first asked at the first action that is not random.
-                settle = given["settle"] = max(1024 if self.script == "dqn" else 32, 2 * envs)
-            given["total-timesteps"] += settle
-            options = [f"--{key}={value}" for key, value in given.items()]
-            return (str(peers.absolute()), str(PEERS), "sbx", self.script, *options)
-        path = LEANRL / f"{self.script}_torchcompile.py"
-        if self.axis == "width":
-            path = folder / path.name
-            path.write_text(widened(self.script, self.value))
-        options = [f"--{key}={value}" for key, value in self.arguments.items()]
-        return (sys.executable, str(path), "--compile", "--no-cuda", *options)
+    def command(self, peers: Path | None, folder: Path) -> list:
+        """The command that runs it; a copy of the script is made in `folder`, if its networks are changed."""
+        envs, batch, width = self.sizes.values()
+        if self.mode == "compile":
+            twin = LEANRL / f"{self.script}_torchcompile.py"
+            twin = twin if width == SIZES[self.script][1] else widened(self.script, width, folder)
+            return [sys.executable, twin, "--compile", "--no-cuda", *options(self.arguments)]
+        given = {key: value for key, value in self.arguments.items() if key != "num-minibatches"}
+        given |= {"env-id": COLLECTION[self.script].env_id, "seed": 1, "batch-size": batch, "width": width}
+        settle = 2 * envs * self.num_steps  # agent steps in which JAX compiles
+        if not COLLECTION[self.script].on_policy:
+            # Of DQN also what acts, which is first asked at the first action that is not random.
+            settle = given["settle"] = max(1024 if self.script == "dqn" else 32, 2 * envs)
+        given["total-timesteps"] += settle
+        return [*of_library("sbx", self.script, peers), *options(given)]
+
+    def more(self, sps: float, memory: float) -> dict:
+        """What its line says besides its speed."""
+        return {"updates_per_second": sps * self.updates_per_step, "peak_memory_mb": round(memory, 1)}
 
 
-def widened(script: str, width: int) -> str:
-    """The text of a twin whose networks have another width."""
+def widened(script: str, width: int, folder: Path) -> Path:
+    """A copy of a twin in a folder, whose networks have another width."""
     text = (LEANRL / f"{script}_torchcompile.py").read_text()
     [networks] = re.findall(r"^# ---- Networks .*?(?=^# ---- |^if )", text, re.DOTALL | re.MULTILINE)
-    return text.replace(networks, re.sub(rf"\b{DEFAULTS[script]['width']}\b", str(width), networks))
+    other = re.sub(rf"\b{DEFAULTS[script]['width']}\b", str(width), networks)
+    copy = folder / f"{script}_torchcompile.py"
+    copy.write_text(text.replace(networks, other))
+    return copy
 
 
-def points(args: Args) -> Iterator[Measurement]:
+def measurements(args: Args) -> Iterator[Measurement]:
     """All that is to be timed, ours and SBX's in turn; the default of a script is on each of its axes."""
     for script in args.scripts:
         for axis in args.axes:
@@ -222,64 +222,13 @@ def points(args: Args) -> Iterator[Measurement]:
                     yield Measurement(script, "sbx", axis, value)
 
 
-def measure(point: Measurement, peers: Path | None) -> dict:
-    """The line of a point. Raises RuntimeError where the run does not end well."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        command = point.command(folder, peers)
-        summary, memory = run_for_summary(command, folder)
-    line = {"format": results.FORMAT, "status": "ok", "script": point.script, "mode": point.mode}
-    line |= {"axis": point.axis, "value": point.value}
-    line |= {"sps": summary["sps"], "updates_per_second": summary["sps"] * point.updates_per_step}
-    line |= {"peak_memory_mb": round(memory, 1)}
-    original = PEERS if point.mode == "sbx" else LEANRL / f"{point.script}_torchcompile.py"
-    return line | provenance((command[0], str(original)), dict(os.environ), None)
-
-
 def main() -> int:
     args = tyro.cli(Args)
     for name, known in (("scripts", DEFAULTS), ("axes", VALUES)):
         check_names(name, getattr(args, name), known)
     check_interpreter("peers", args.peers)
-    lines = lines_of_output(args.output, check)
-    now, failed = provenance((sys.executable, str(PEERS)), dict(os.environ), None), False
-    timed = {name_of(line): line for line in lines if same_code_and_machine(line, now)}
-    by_command: dict[tuple, dict] = {}  # the default sizes are on every axis, and timed once
-    for point in points(args):
-        key = (point.script, point.mode, tuple(point.arguments.items()), tuple(point.sizes.values()))
-        line = timed.get((point.script, point.mode, point.axis, point.value)) or by_command.get(key)
-        if line is None:
-            try:
-                line = measure(point, args.peers)
-            except RuntimeError as error:
-                print(error, file=sys.stderr)
-                failed = True
-                continue
-        by_command[key] = line | {"axis": point.axis, "value": point.value}
-        timed[name_of(by_command[key])] = by_command[key]
-        name = f"{point.script} {point.mode} {point.axis} {point.value}"
-        print(f"{name}: {line['sps']:.0f} steps/s", flush=True)
-        if args.output:
-            others = [old for old in lines if name_of(old) not in timed]
-            results.replace(args.output, sorted([*others, *timed.values()], key=place), check)
-    return int(failed)
-
-
-def same_code_and_machine(line: dict, now: dict) -> bool:
-    """Whether a line would be measured again as it is; a checkout with changes is never the same."""
-    commit = now["git_commit"]
-    known = commit is not None and not commit.endswith("-dirty")
-    return known and line["git_commit"] == commit and machine_of(line) == machine_of(now)
-
-
-def name_of(line: dict) -> tuple[str, str, str, int]:
-    """What tells a line from others."""
-    return line["script"], line["mode"], line["axis"], line["value"]
-
-
-def place(line: dict) -> tuple:
-    """Where a line stands among others."""
-    return list(DEFAULTS).index(line["script"]), list(VALUES).index(line["axis"]), line["value"], line["mode"]
+    points = (Point(asdict(m), partial(m.command, args.peers), m.more) for m in measurements(args))
+    return time_runs(points, args.output, check)[1]
 
 
 if __name__ == "__main__":

@@ -25,15 +25,16 @@ from typing import TextIO
 import submitit
 import tyro
 
+from benchmark import records
 from benchmark.machine import usable_cores
-from benchmark.report import results
 from benchmark.report.__main__ import report_folder
-from benchmark.sweep.executors import Attempt, Slurm, ThisMachine
+from benchmark.sweep.executors import ENDED, Attempt, Slurm, ThisMachine
 from benchmark.sweep.folder import Record, claim, default_folder, read_outcome
-from benchmark.sweep.process import SAVE_SECONDS, Job, tail
+from benchmark.sweep.process import SAVE_SECONDS, Job, last_lines, tail
 from benchmark.sweep.runs import PROFILES, Args, Run, check_args, select, visible_gpus
 from benchmark.terminal import PROGRAM, say
 
+DIED = "the process that ran it died"
 REFUSED_SECONDS = 60  # after which Slurm is asked again to take runs
 
 
@@ -42,12 +43,17 @@ def refusal(error: Exception) -> str:
     return " ".join(str(error).split())[-300:]
 
 
+def catch_signals() -> None:
+    """Have SIGINT and SIGTERM raise KeyboardInterrupt."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+
 class Sweep:
     """The runs of a selection on their way into the files of results of a folder."""
 
     def __init__(self, args: Args, runs: list[Run], folder: Path, gpus: list[str], lock: TextIO):
-        self.runs, self.folder, self.most_attempts = runs, folder, args.attempts
-        self.peers = args.peers, args.leanrl, args.cleanrl
+        self.args, self.runs, self.folder = args, runs, folder
         self.time_limit = 60 * (args.time_limit or PROFILES[args.profile].time_limit)
         all_at_once = args.profile in ("learning", "check") and args.cluster == "local"
         ranks = max(run.ranks or 1 for run in runs)
@@ -108,31 +114,28 @@ class Sweep:
         for run in runs:
             cache = self.folder / "cache" / f"{run.algorithm}-{run.mode}-{run.env_id.replace('/', '_')}"
             resumable = run.checkpoint_every is not None
-            command, ranks = run.command(*self.peers), run.ranks or 1
+            command, ranks = run.command(self.args), run.ranks or 1
             jobs.append(Job(command, str(cache), self.time_limit, resumable, ranks=ranks))
-        with self.executor.submission():
-            for run, attempt in zip(runs, self.executor.start(folders, jobs, places), strict=True):
-                self.attempts[run] += 1
-                self.running[run] = attempt
+        for run, attempt in zip(runs, self.executor.start(folders, jobs, places), strict=True):
+            self.attempts[run] += 1
+            self.running[run] = attempt
 
     def collect(self) -> None:
         """Record the runs that have ended, or put them back into the queue for another attempt."""
-        self.executor.look()
+        self.executor.look(list(self.running.values()))
         for run, attempt in list(self.running.items()):
-            if self.executor.state(attempt).startswith("PENDING"):
+            if attempt.state.startswith("PENDING"):
                 attempt.start = time.monotonic()  # its time has not begun
-            attempt.ended = (attempt.ended or time.monotonic()) if self.executor.ended(attempt) else None
+            attempt.ended = (attempt.ended or time.monotonic()) if attempt.state == ENDED else None
             outcome = read_outcome(attempt.folder)
             # What a node has written may take a minute to be seen here.
             lost = attempt.ended and time.monotonic() >= attempt.ended + self.executor.patience
             if not outcome and not lost:
                 continue
             del self.running[run]
-            if not outcome:
-                died = {"status": "failed", "reason": "the process that ran it died"}
-                outcome = died | {"log": self.executor.log(attempt)}
+            outcome = outcome or {"status": "failed", "reason": DIED, "log": last_lines(attempt.log)}
             # Status 2 is a bad argument, which would be no better the second time.
-            hopeless = self.attempts[run] >= self.most_attempts or outcome.get("reason") == "exit status 2"
+            hopeless = self.attempts[run] >= self.args.attempts or outcome.get("reason") == "exit status 2"
             if outcome["status"] == "failed" and not hopeless:
                 say(f"once more: {run.name}: {outcome['reason']}")
                 self.queue.appendleft(run)
@@ -141,8 +144,13 @@ class Sweep:
                 self.add(*self.record.lines_of(run, outcome, number))
 
     def run(self) -> None:
-        """Do all that is missing. Where Slurm refuses runs after it has taken some, it is asked again."""
-        ask = time.monotonic()
+        """Do all that is missing. Where Slurm refuses runs after it has taken some, it is asked again.
+
+        Raises KeyboardInterrupt after SIGINT or SIGTERM, and not before all that was started is noted.
+        """
+        ask, asked_to_stop = time.monotonic(), []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: asked_to_stop.append(True))
         while self.queue or self.running:
             running, waiting = list(self.running.values()), len(self.queue) * (time.monotonic() >= ask)
             if places := self.executor.free(running, waiting):
@@ -150,28 +158,33 @@ class Sweep:
                 try:
                     self.submit(runs, places)
                 except submitit.core.utils.FailedJobError as error:
-                    if not any(self.attempts.values()):
+                    if not asked_to_stop and not any(self.attempts.values()):
                         raise
                     self.queue.extendleft(reversed(runs))
                     ask = time.monotonic() + REFUSED_SECONDS
                     say(f"Slurm does not take {', '.join(run.name for run in runs)} now: {refusal(error)}")
             self.show()
-            time.sleep(self.executor.pause)
+            until = time.monotonic() + self.executor.pause
+            while not asked_to_stop and time.monotonic() < until:
+                time.sleep(min(self.executor.pause, 0.1))
+            if asked_to_stop:
+                raise KeyboardInterrupt
             self.collect()
+        catch_signals()
         self.show()
 
     def stop(self) -> None:
         """End all that is running, and see it end."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        for attempt in self.running.values():
-            self.executor.stop(attempt)
-        if self.running:
-            say(f"waiting for {len(self.running)} run{'s' * (len(self.running) > 1)} to end")
+        running = list(self.running.values())
+        self.executor.stop(running)
+        if running:
+            say(f"waiting for {len(running)} run{'s' * (len(running) > 1)} to end")
         end = time.monotonic() + SAVE_SECONDS + 10
-        while not all(map(self.executor.ended, self.running.values())) and time.monotonic() < end:
+        while any(attempt.state != ENDED for attempt in running) and time.monotonic() < end:
             time.sleep(0.2)
-            self.executor.look()
+            self.executor.look(running)
 
     def minutes_left(self) -> str:
         """An estimate from runs of the same script and mode, or all runs; none before the first has ended."""
@@ -187,15 +200,15 @@ class Sweep:
     def describe(self, run: Run, attempt: Attempt) -> str:
         """A run that is going on, with how far it is, or what Slurm says of one that waits."""
         name = f"{run.algorithm} {run.mode} seed {run.seed}"
-        if (state := self.executor.state(attempt)).startswith("PENDING"):
-            return f"{name} {state.lower()}"
+        if attempt.state.startswith("PENDING"):
+            return f"{name} {attempt.state.lower()}"
         log = attempt.folder / "log.txt"
         percent = re.findall(r"(\d+)%\|", tail(log, 400)) if log.exists() else []
         return f"{name} {percent[-1]} %" if percent else name
 
     def show(self) -> None:
         """The line of progress: rewritten in place on a terminal, elsewhere a new one a change."""
-        states = tuple(sorted({self.executor.state(attempt) for attempt in self.running.values()}))
+        states = tuple(sorted({attempt.state for attempt in self.running.values()}))
         key = (self.done, self.failed, tuple(self.running), states)
         if not sys.stderr.isatty() and key == self.shown:
             return
@@ -224,7 +237,7 @@ def work(args: Args, runs: list[Run], folder: Path, gpus: list[str]) -> int:
         status, message = 130, "stopped"
     except submitit.core.utils.FailedJobError as error:
         status, message = 2, f"{PROGRAM}: error: Slurm refused the runs: {refusal(error)}"
-    except (results.ResultsError, OSError) as error:
+    except (records.ResultsError, OSError) as error:
         status, message = 2, f"{PROGRAM}: error: --folder {folder}: {error}"
     if sweep:
         sweep.stop()
@@ -238,8 +251,7 @@ def main() -> int:
     check_args(args)
     gpus = visible_gpus(args)
     runs = select(args, gpus)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+    catch_signals()
     return work(args, runs, (args.folder or default_folder(args)).absolute(), gpus)
 
 

@@ -1,40 +1,40 @@
-"""Where runs go on: on this machine, each on cores of its own, or as jobs on a Slurm cluster."""
+"""Where runs go on: on this machine, each on cores of its own, or as jobs that submitit gives to Slurm."""
 
 import json
 import logging
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import submitit
 
 from benchmark import ROOT
-from benchmark.sweep.process import Job, last_lines, run_job
+from benchmark.sweep.process import Job, run_job
 from benchmark.sweep.runs import Args
 from benchmark.terminal import refuse
 
-# States of Slurm jobs that come to nothing more; GONE is ours, for those that Slurm has forgotten.
-SLURM_ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "GONE"}
-SLURM_ENDED |= {"NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
+ENDED = "ENDED"  # the state of a run that has left the machine or cluster
 
 
 @dataclass
 class Attempt:
-    """A run that has been started; `ended` is when it seemed to have ended, if it did."""
+    """A run that has been started."""
 
     folder: Path
     process: subprocess.Popen | submitit.Job
+    log: Path
+    """what the process around the run has printed"""
     place: int = 0
     """which worker's cores and GPU it has, on this machine"""
     start: float = field(default_factory=time.monotonic)
+    state: str = ""
+    """ENDED, or what Slurm says, such as "PENDING Resources"; nothing where nobody says anything"""
     ended: float | None = None
+    """when it was first seen to have ended"""
 
 
 def write_job(folder: Path, job: Job) -> None:
@@ -76,10 +76,6 @@ class ThisMachine:
         self.runs_per_gpu, self.workers, self.gpus = args.runs_per_gpu, workers * args.runs_per_gpu, gpus
         self.cores, self.lock = core_shares(self.workers), lock
 
-    def submission(self) -> AbstractContextManager:
-        """What `start` is called in, and what it gives is noted in: nothing special."""
-        return nullcontext()
-
     def free(self, running: list[Attempt], waiting: int) -> list[int]:
         """The places that are free, for as many runs as wait at most."""
         taken = {attempt.place for attempt in running}
@@ -99,20 +95,18 @@ class ThisMachine:
             gpu = ",".join(self.gpus[worker * share :][: min(share, job.ranks)])
             job = replace(job, cores=self.cores[place], threads=threads, gpu=gpu)
             write_job(folder, replace(job, runs_per_gpu=self.runs_per_gpu))
-            with (folder / "process.txt").open("wb") as err:
+            with (log := folder / "process.txt").open("wb") as err:
                 # A group of its own, which Ctrl+C on a terminal does not reach: the sweep ends it.
                 options = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "stderr": err, "process_group": 0}
                 command = [sys.executable, "-m", "benchmark.sweep.process", str(folder)]
                 process = subprocess.Popen(command, pass_fds=[self.lock], **options)
-            attempts.append(Attempt(folder, process, place))
+            attempts.append(Attempt(folder, process, log, place))
         return attempts
 
-    def look(self) -> None:
-        """Hear what has become of the runs."""
-
-    def state(self, attempt: Attempt) -> str:
-        """What a cluster would say of a run."""
-        return ""
+    def look(self, attempts: list[Attempt]) -> None:
+        """Hear what has become of runs."""
+        for attempt in attempts:
+            attempt.state = "" if attempt.process.poll() is None else ENDED
 
     def found(self, folder: Path) -> Attempt | None:
         """No attempt of an earlier sweep is under way: the lock rules it out, and Slurm's is refused."""
@@ -121,40 +115,28 @@ class ThisMachine:
         job, states = note.read_text(), slurm_states()
         if states is None:
             refuse(f"--cluster local: squeue does not say whether job {job} has ended; if so, remove {note}")
-        if state_in(states, job) in SLURM_ENDED:
-            return None
-        refuse(f"--cluster local: Slurm's job {job} is at work in {folder}: --cluster slurm takes it up")
+        if job in states:
+            refuse(f"--cluster local: Slurm's job {job} is at work in {folder}: --cluster slurm takes it up")
+        return None
 
-    def ended(self, attempt: Attempt) -> bool:
-        """Whether a run has left this machine."""
-        return attempt.process.poll() is not None
-
-    def stop(self, attempt: Attempt) -> None:
-        """Have a run end."""
-        attempt.process.terminate()
-
-    def log(self, attempt: Attempt) -> str:
-        """What the process around a run has printed."""
-        return last_lines(attempt.folder / "process.txt")
+    def stop(self, attempts: list[Attempt]) -> None:
+        """Have runs end."""
+        for attempt in attempts:
+            attempt.process.terminate()
 
 
 def slurm_states() -> dict[str, str] | None:
-    """The state and its reason of each of this user's jobs, as in "PENDING Resources"; None if not known.
+    """State and reason of each of this user's jobs that has not ended; None if Slurm does not answer.
 
     submitit asks sacct, which many clusters do not have, and waits for ever for a job that died.
     """
-    command = ["squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i %T %r"]
+    command = ["squeue", "--me", "--noheader", "--array", "--format=%i %T %r"]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
         return None
     lines = [line.strip().split(" ", 1) for line in done.stdout.splitlines()]
     return dict(lines) if done.returncode == 0 else None
-
-
-def state_in(states: dict[str, str], job: str) -> str:
-    """The state of a job without its reason."""
-    return states.get(job, "GONE").partition(" ")[0]
 
 
 class Slurm:
@@ -164,6 +146,7 @@ class Slurm:
 
     def __init__(self, args: Args, workers: int, folder: Path, time_limit: float):
         self.workers, self.cores_per_job, self.jobs = workers, args.cores_per_job, folder / "submitit"
+        self.name = f"leanrl-{time.time_ns()}"
         logging.getLogger("submitit").setLevel(logging.ERROR)  # it warns of each call of a missing sacct
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))
         try:
@@ -176,23 +159,7 @@ class Slurm:
         options |= {"slurm_partition": args.partition} if args.partition else {}
         options |= {"gpus_per_node": args.gpus_per_job} if args.gpus_per_job else {}
         options |= {"timeout_min": int(time_limit / 60) + 5}  # the run's own limit comes first
-        self.executor.update_parameters(name="leanrl", slurm_additional_parameters=more, **options)
-        self.look()
-
-    @contextmanager
-    def submission(self) -> Iterator[None]:
-        """Hold signals back: jobs that Slurm has taken and nobody has noted would go on for ever."""
-        received, numbers = [], {signal.SIGINT, signal.SIGTERM}
-        before = {number: signal.signal(number, lambda *told: received.append(told)) for number in numbers}
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # of this thread, and of sbatch
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        if received:
-            raise KeyboardInterrupt
+        self.executor.update_parameters(name=self.name, slurm_additional_parameters=more, **options)
 
     def free(self, running: list[Attempt], waiting: int) -> list[int]:
         """A place for each run that waits; beside runs at work, for as many as they leave workers."""
@@ -206,31 +173,28 @@ class Slurm:
             handles = [self.executor.submit(run_job, folder) for folder in folders]
         for folder, handle in zip(folders, handles, strict=True):
             (folder / "slurm_job").write_text(handle.job_id)
-        return [Attempt(folder, handle) for folder, handle in zip(folders, handles, strict=True)]
+        return [self.attempt(folder) for folder in folders]
 
-    def look(self) -> None:
-        """Hear what has become of the runs."""
-        self.states = slurm_states()
+    def attempt(self, folder: Path) -> Attempt:
+        """The attempt that is noted in a folder."""
+        handle = submitit.SlurmJob(self.jobs, (folder / "slurm_job").read_text())
+        return Attempt(folder, handle, handle.paths.stderr)
 
-    def state(self, attempt: Attempt) -> str:
-        """What the cluster says of a run that it knows, such as "PENDING Resources"."""
-        return (self.states or {}).get(attempt.process.job_id, "")
+    def look(self, attempts: list[Attempt]) -> None:
+        """Hear what has become of runs; where Slurm does not answer, they are what they were."""
+        states = slurm_states()
+        for attempt in attempts if states is not None else ():
+            attempt.state = states.get(attempt.process.job_id, ENDED)
 
     def found(self, folder: Path) -> Attempt | None:
         """The attempt of an earlier sweep in this folder, if it is still under way."""
         if not (folder / "slurm_job").exists():
             return None
-        attempt = Attempt(folder, submitit.SlurmJob(self.jobs, (folder / "slurm_job").read_text()))
-        return None if self.ended(attempt) else attempt
+        self.look([attempt := self.attempt(folder)])
+        return None if attempt.state == ENDED else attempt
 
-    def ended(self, attempt: Attempt) -> bool:
-        """Whether a run has left the cluster; where Slurm does not answer, it may be at work."""
-        return self.states is not None and state_in(self.states, attempt.process.job_id) in SLURM_ENDED
-
-    def stop(self, attempt: Attempt) -> None:
-        """Have a run end."""
-        attempt.process.cancel(check=False)
-
-    def log(self, attempt: Attempt) -> str:
-        """What the process around a run has printed."""
-        return last_lines(attempt.process.paths.stderr)
+    def stop(self, attempts: list[Attempt]) -> None:
+        """Have runs end, and what Slurm has taken although sbatch was ended before it said so."""
+        for attempt in attempts:
+            attempt.process.cancel(check=False)
+        subprocess.run(["scancel", "--me", f"--name={self.name}"], capture_output=True)

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TextIO
 from uuid import uuid4
 
-from benchmark import ROOT
-from benchmark.machine import commit, git
+from benchmark import ROOT, records
+from benchmark.machine import checkpoint_in, commit, git
 from benchmark.modes import LIBRARIES
-from benchmark.report import results
-from benchmark.sweep.process import SAVE_SECONDS, checkpoint_in
+from benchmark.sweep.process import SAVE_SECONDS
 from benchmark.sweep.runs import Args, Run, further_options, shortened
 from benchmark.terminal import refuse, say
 
@@ -69,10 +68,10 @@ def describe(folder: Path, args: Args) -> str:
     settings = {"profile": args.profile, "options": further_options(args), "ranks": args.ranks}
     if not path.exists():
         identity = f"{datetime.now(UTC):%Y-%m-%d}-{uuid4().hex[:8]}"
-        description = {"format": results.FORMAT, "id": identity, "git_commit": now, **settings}
-        results.replace(path, [description], results.check_description)
+        description = {"format": records.FORMAT, "id": identity, "git_commit": now, **settings}
+        records.replace(path, [description], records.check_description)
         return identity
-    sweep, *more = results.read(path, results.check_description) or [None]
+    sweep, *more = records.read(path, records.check_description) or [None]
     if more or not sweep:
         refuse(f"{path} is not the description of one sweep: remove it, and the folder is new")
     for name, value in settings.items():
@@ -113,13 +112,13 @@ class Record:
         """
         for path in (self.results, self.curves):
             path.touch()
-        lines = results.read(self.results, growing=True)
-        curves = results.read(self.curves, results.check_curve, growing=True)
+        lines = records.read(self.results, growing=True)
+        curves = records.read(self.curves, records.check_curve, growing=True)
         drawn = {curve["job"]: curve for curve in curves}
         kept = [line for line in lines if line["status"] == "ok" and line["job"] in drawn]
         failed = [line for line in lines if line["status"] == "failed" and line["job"] not in selected]
-        results.replace(self.results, kept + failed)
-        results.replace(self.curves, [drawn[line["job"]] for line in kept], results.check_curve)
+        records.replace(self.results, kept + failed)
+        records.replace(self.curves, [drawn[line["job"]] for line in kept], records.check_curve)
         return kept
 
     def lines_of(self, run: Run, outcome: dict, attempts: int) -> tuple[dict, dict]:
@@ -127,7 +126,7 @@ class Record:
 
         Where its summary makes no sense, the line says that it failed.
         """
-        about = {"format": results.FORMAT, "sweep": self.identity, "job": run.name}
+        about = {"format": records.FORMAT, "sweep": self.identity, "job": run.name}
         line = about | {"attempts": attempts, "algorithm": run.algorithm, "mode": run.mode}
         line |= {"env_id": run.env_id, "seed": run.seed, "steps": run.steps}
         line |= {key: value for key, value in outcome.items() if key not in ("summary", "curve")}
@@ -136,9 +135,9 @@ class Record:
         if run.mode in LIBRARIES and full["status"] == "ok":  # our scripts' summaries say it
             full |= {"learning_starts": run.learning_starts or 0}
         try:
-            results.check_run(full)
+            records.check_run(full)
             if full["status"] == "ok":
-                results.check_curve(curve)
+                records.check_curve(curve)
         except ValueError as error:
             full = line | {"status": "failed", "reason": f"printed a summary that {error}", "log": ""}
         return full, curve
@@ -146,8 +145,8 @@ class Record:
     def add(self, line: dict, curve: dict) -> None:
         """Write the lines of a run that has ended."""
         if line["status"] == "ok":
-            results.append(self.curves, curve)  # first: a curve without its line goes on return
-        results.append(self.results, line)
+            records.append(self.curves, curve)  # first: a curve without its line goes on return
+        records.append(self.results, line)
 
     def attempts(self, run: Run) -> list[Path]:
         """The folders of the attempts at a run, which have numbers for names, in their order."""

@@ -26,8 +26,8 @@ import psutil
 import pynvml
 
 from benchmark import ROOT
-from benchmark.machine import children_usage, provenance, summary_of
-from benchmark.report.curve import grouped, in_groups, logged
+from benchmark.curve import grouped, in_groups, logged
+from benchmark.machine import checkpoint_in, children_usage, provenance, step_of, summary_of
 
 SAMPLE_SECONDS = 0.5
 SAVE_SECONDS = 25  # for a last checkpoint; the sweep waits longer, Slurm kills after 30
@@ -100,18 +100,6 @@ class GpuSampler:
         columns = grouped([second - start for second in self.seconds], self.utilization)
         seconds, utilization = (column.round(2).tolist() for column in columns)
         return {"gpu_seconds": seconds, "gpu_utilization": utilization}
-
-
-def checkpoint_in(runs: Path) -> Path | None:
-    """The checkpoint of the run whose folder is in `runs`, or None where it has none."""
-    return next(runs.glob("*/checkpoint.pt"), None)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The agent step at which a checkpoint was written."""
-    import torch  # takes two seconds, which a run without a checkpoint need not wait
-
-    return torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)["progress"][0]
 
 
 def tail(path: Path, size: int = 20_000) -> str:
@@ -203,6 +191,17 @@ def training_seconds(summary: dict) -> float:
         return math.inf
 
 
+def mark_cache(cache: Path) -> bool | None:
+    """Note that a run uses this folder of compiled code; returns whether it has to compile all.
+
+    None where a run has begun and none has ended well: nobody knows how much compiled code there is.
+    """
+    cold_start = False if (cache / "whole").exists() else None if (cache / "used").exists() else True
+    cache.mkdir(parents=True, exist_ok=True)
+    (cache / "used").touch()
+    return cold_start
+
+
 def run_job(folder: Path) -> None:
     """Do the job of a folder, and write outcome.json, whole or not at all."""
     job = Job(**json.loads((folder / "job.json").read_text()))
@@ -222,17 +221,12 @@ def run_job(folder: Path) -> None:
     outcome = provenance(job.command, env, gpu.name)
     (runs / "about.json").write_text(json.dumps({"command": command, **outcome}))
     seconds_before, _ = children_usage()
-    used, whole = cache / "used", cache / "whole"
-    # If a run has begun and none has ended well, nobody knows how much compiled code there is.
-    cold_start = False if whole.exists() else None if used.exists() else True
-    cache.mkdir(parents=True, exist_ok=True)
-    used.touch()
-    start = time.time()
+    cold_start, start = mark_cache(cache), time.time()
     with (runs / "starts.txt").open("a") as starts:
         starts.write(f"{start}\n")
-    stdout, log = folder / "stdout.txt", folder / "log.txt"
     options = {"cwd": folder, "env": env, "stdin": subprocess.DEVNULL, "process_group": 0}
     options["preexec_fn"] = partial(begin, job.ranks)
+    stdout, log = folder / "stdout.txt", folder / "log.txt"
     with stdout.open("wb") as out, log.open("wb") as err:
         process = subprocess.Popen(command, stdout=out, stderr=err, **options)
         try:
@@ -245,7 +239,7 @@ def run_job(folder: Path) -> None:
     if reason := reason or failure(code, summary):
         outcome |= {"status": "failed", "reason": reason, "log": last_lines(log)}
     else:
-        whole.touch()
+        (cache / "whole").touch()
         outcome |= {"status": "ok", "cold_start": cold_start, **gpu.totals(training_seconds(summary))}
         outcome |= {"runs_per_gpu": job.runs_per_gpu, "resumed": resumed, "summary": summary}
         outcome["curve"] = in_groups(logged(runs)) | gpu.curve(start)

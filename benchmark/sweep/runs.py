@@ -38,8 +38,6 @@ PROFILES = {
 LEANRL_PYTHON = ROOT / ".venv-leanrl" / "bin" / "python"  # with requirements/leanrl.txt
 # The arguments that name environments, by the actions of the scripts that they are of.
 OF_ACTIONS = {"continuous": "env_ids", "discrete": "discrete_env_ids", "atari": "atari_env_ids"}
-# Arguments of a sweep that each run of the profile check has fixed.
-OF_CHECKS = (*OF_ACTIONS.values(), "total_timesteps", "options")
 # Arguments of the scripts that a sweep sets itself, and what to use instead.
 OWN = {
     "env-id": "--env-ids, --discrete-env-ids or --atari-env-ids",
@@ -144,26 +142,24 @@ class Run:
         name = "-".join(map(str, parts)).replace("/", "_")
         return f"{shortened(name, 200)}-seed{self.seed}"
 
-    def command(
-        self, peers: Path | None, leanrl: Path | None = None, cleanrl: Path | None = None
-    ) -> list[str]:
-        """The command that does it, of a library with the interpreter `peers` or with a clone of it."""
+    def command(self, args: Args) -> list[str]:
+        """The command that does it, of a library with its interpreter or a clone of it."""
         values = {"env-id": self.env_id, "seed": self.seed, "total-timesteps": self.steps}
         values |= {"learning-starts": self.learning_starts, "checkpoint-every": self.checkpoint_every}
         given = {name: value for name, value in values.items() if value is not None} | dict(self.options)
         options = [f"--{name}={value}".removesuffix("=") for name, value in given.items()]
-        if self.mode in LIBRARIES and COLLECTION[self.algorithm].one_thread:
+        entry, mode, programs = COLLECTION[self.algorithm], MODES[self.mode], ROOT / "benchmark" / "peers"
+        if self.mode in LIBRARIES and entry.one_thread:
             options.append("--threads=1")  # as in CleanRL's own benchmark
-        mode, programs = MODES[self.mode], ROOT / "benchmark" / "peers"
         if self.mode in ORIGINAL:
-            script = f"{COLLECTION[self.algorithm].leanrl}{mode.suffix}"
-            which = [str(programs / "leanrl.py"), str(leanrl.absolute()), script]
-            return [str(LEANRL_PYTHON), *which, *mode.flags, *options]
+            what = [programs / "original.py", args.leanrl.absolute(), f"{entry.leanrl}{mode.suffix}"]
+            return list(map(str, [LEANRL_PYTHON, *what, *mode.flags, *options]))
         if self.mode in PEERS:
             program, *library = mode.program
-            if self.mode == "cleanrl" and not COLLECTION[self.algorithm].in_cleanrl_package:
-                options.append(f"--cleanrl={cleanrl.absolute()}")
-            return [str(peers.absolute()), str(programs / program), *library, self.algorithm, *options]
+            clone = self.mode == "cleanrl" and not entry.in_cleanrl_package
+            options += [f"--cleanrl={args.cleanrl.absolute()}"] if clone else []
+            what = [args.peers.absolute(), programs / program, *library, self.algorithm]
+            return list(map(str, [*what, *options]))
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
         script = [*(torchrun if self.ranks else []), str(script_of(self.algorithm, self.mode))]
         return [sys.executable, *script, *mode.flags, *options]
@@ -172,6 +168,11 @@ class Run:
 def further_options(args: Args) -> dict[str, str]:
     """The arguments of --options, named as the scripts name them, in one order."""
     return {name.replace("_", "-"): args.options[name] for name in sorted(args.options)}
+
+
+def option(name: str) -> str:
+    """An argument of the sweep as one types it."""
+    return f"--{name.replace('_', '-')}"
 
 
 def check_args(args: Args) -> None:
@@ -186,14 +187,14 @@ def check_args(args: Args) -> None:
     for name, low in least.items():
         value = getattr(args, name)
         if value is not None and not (low <= value < float("inf")):
-            refuse(f"--{name.replace('_', '-')} takes a number from {low}, got {value}")
+            refuse(f"{option(name)} takes a number from {low}, got {value}")
     if args.runs_per_gpu > 1 and args.cluster == "slurm":
         refuse("--runs-per-gpu takes 1 on Slurm, which gives each run GPUs of its own")
     kinds = {COLLECTION[script].actions for script in args.scripts}
     for kind, name in OF_ACTIONS.items():
         if getattr(args, name) and kind not in kinds:
-            own = " or ".join(f"--{OF_ACTIONS[kind].replace('_', '-')}" for kind in sorted(kinds))
-            refuse(f"--{name.replace('_', '-')} fits none of --scripts, which take {own}")
+            own = " or ".join(option(OF_ACTIONS[kind]) for kind in sorted(kinds))
+            refuse(f"{option(name)} fits none of --scripts, which take {own}")
     flags = {flag.removeprefix("--"): mode for mode in args.modes or () for flag in MODES[mode].flags}
     for name in further_options(args):
         if instead := OWN.get(name.removeprefix("no-")):
@@ -201,11 +202,16 @@ def check_args(args: Args) -> None:
         if name in flags:
             refuse(f"--options does not take {name}, which the mode {flags[name]} sets")
     if args.profile == "check":
-        for name in OF_CHECKS:
+        for name in (*OF_ACTIONS.values(), "total_timesteps", "options"):
             if getattr(args, name):
-                refuse(f"--{name.replace('_', '-')} does not go with --profile check, whose runs are fixed")
+                refuse(f"{option(name)} does not go with --profile check, whose runs are fixed")
         if args.peers or args.leanrl:
             refuse("peers do not go with --profile check, which is of our scripts")
+    check_libraries(args)
+
+
+def check_libraries(args: Args) -> None:
+    """Refuse what is no interpreter or clone of a library, and modes that need one which is not given."""
     check_interpreter("peers", args.peers)
     modes = set(args.modes or ())
     if modes & {*PEERS} and not args.peers:

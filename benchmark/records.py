@@ -1,9 +1,9 @@
 """The format of the files of results, and how they are read and written.
 
-A sweep writes two files of JSON lines. In `results.jsonl` a line is a run: the keys of `Done`, and what else
-the run's summary holds, or the keys of `Failed`. In `curves.jsonl` a line is what one run showed over time:
-the keys of `Curve`. Each study writes a file of its own, and says itself what the keys of a line are.
-All lines are checked on reading and before writing. They are JSON to the letter: no NaN, nothing infinite.
+In a sweep's `results.jsonl` a line is a run: the keys of `Done`, and what else the run's summary holds, or
+the keys of `Failed`. In `curves.jsonl` it is what one run showed over time: the keys of `Curve`. Each study
+says itself what the keys of its lines are. All lines are checked on reading and before writing. They are JSON
+to the letter: no NaN, nothing infinite.
 """
 
 import json
@@ -71,7 +71,6 @@ class Measured(TypedDict, total=False):
     """What a run that ended well has besides, unless it was made by hand or with another library."""
 
     wall_seconds: float | None
-
     steps: int  # asked for: a run may end a little earlier
     # whether it compiled all; None where runs of this script, mode and environment had begun and none ended
     cold_start: bool | None
@@ -156,18 +155,10 @@ class ResultsError(ValueError):
     """A file that does not hold what it should; the message names file and line."""
 
 
-def check_keys(line: object, kind: type) -> None:
-    """Raise ValueError, with one line that says why, unless this has the keys of this kind."""
-    try:
-        # Keys beyond those of the kind are welcome: a summary may say more.
-        TypeAdapter(with_config(ConfigDict(strict=True))(kind)).validate_python(line)
-    except ValidationError as invalid:
-        error = invalid.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, error['loc']))}: {error['msg']}") from None
-
-
 def check_of(*kinds: type) -> Callable[[object], None]:
     """A check that raises ValueError, with one line that says why, but for a line of these kinds."""
+    # Keys beyond those of the kind are welcome: a summary may say more.
+    adapters = [TypeAdapter(with_config(ConfigDict(strict=True))(kind)) for kind in kinds]
 
     def check(line: object) -> None:
         if not isinstance(line, dict) or "format" not in line:
@@ -178,24 +169,30 @@ def check_of(*kinds: type) -> Callable[[object], None]:
             json.dumps(line, allow_nan=False)
         except ValueError:
             raise ValueError("has a number that is not finite") from None
-        for kind in kinds:
-            check_keys(line, kind)
+        try:
+            for adapter in adapters:
+                adapter.validate_python(line)
+        except ValidationError as invalid:
+            error = invalid.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, error['loc']))}: {error['msg']}") from None
 
     return check
 
 
 check_literature, check_description = check_of(Reached), check_of(Description)
+check_any, check_failed = check_of(), check_of(Failed)
+check_done, check_points = check_of(Done, Measured), check_of(Curve)
 
 
 def check_run(line: object) -> None:
     """Raise ValueError, with one line that says why, unless this is a line of results."""
-    check_of()(line)
-    check_of(*([Failed] if line.get("status") == "failed" else [Done, Measured]))(line)
+    check_any(line)
+    (check_failed if line.get("status") == "failed" else check_done)(line)
 
 
 def check_curve(line: object) -> None:
     """Raise ValueError, with one line that says why, unless this is a line of curves."""
-    check_of(Curve)(line)
+    check_points(line)
     episodes, evaluations = ("step", "seconds", "episodic_return"), ("eval_step", "eval_return")
     for keys in (episodes, evaluations, ("gpu_seconds", "gpu_utilization")):
         if len({len(line.get(key, [])) for key in keys}) > 1:

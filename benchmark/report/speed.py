@@ -1,0 +1,112 @@
+"""The tables of speed, returns and checks that README.md, docs/ and a sweep show."""
+
+import itertools
+import re
+import statistics
+
+from benchmark.collection import COLLECTION
+from benchmark.modes import LIBRARIES, MODES
+from benchmark.tables import (
+    agents,
+    by,
+    by_machine,
+    by_mode,
+    by_task,
+    fastest,
+    machine,
+    machines,
+    markdown,
+    name_of,
+    of_agents,
+    ratio,
+    speed,
+    speeds,
+    timed,
+)
+
+PASSED, MISSED = "passed", "**missed**"
+
+
+def median_of(lines: list[dict], key: str) -> str:
+    """The median of a figure over the lines that have it, or nothing."""
+    values = [line[key] for line in lines if line.get(key) is not None]
+    return f"{statistics.median(values):.1f}" if values else ""
+
+
+def busy_per_million(runs: list[dict]) -> float | None:
+    """The seconds that the GPU is busy in a million agent steps that learn, over all agents: the median.
+
+    It leaves out runs without a GPU, and those that learn for less than five seconds: the driver's figures
+    are up to a second old, and on an H100 they were 0 for two and three seconds. None where no run is left.
+    """
+    values = []
+    for line in runs:
+        steps = (line["total_timesteps"] - line.get("learning_starts", 0)) * agents(line)
+        if line.get("gpu_busy_seconds") is not None and steps / line["sps"] >= 5:
+            values.append(1e6 * line["gpu_busy_seconds"] / steps)
+    return statistics.median(values) if values else None
+
+
+@by_machine
+def speed_table(lines: list[dict]) -> str:
+    """Agent steps per second of each algorithm and mode: median, range, ratios, start-up, GPU seconds."""
+    groups, rows = by_task(timed(lines)), []
+    several = len(groups) > len(by(timed(lines), "algorithm"))
+    on_gpu = any(line.get("gpu_busy_seconds") for line in lines)
+    for (algorithm, env_id, steps), group in groups.items():
+        modes = by_mode(group)
+        for mode, runs in modes.items():
+            name = f"{algorithm}{f', {env_id}, {steps:,} steps' if several else ''}: {name_of(mode, runs)}"
+            cells = [speeds(runs), *(ratio(runs, modes.get(base)) for base in ("eager", "sbx"))]
+            for cold in (True, False):
+                started = [line for line in runs if line.get("cold_start") is cold]
+                cells.append(median_of(started, "startup_seconds"))
+            busy = busy_per_million(runs) if on_gpu else None
+            rows.append([name, *cells, "" if busy is None else f"{busy:.0f}"])
+    header = ["", "steps/s, median (range)", "x eager (by seed)", "x SBX (by seed)", "start-up cold, s"]
+    return markdown([*header, "warm, s", "GPU-busy s per 1M steps that learn"], rows)
+
+
+@by_machine
+def algorithms_table(lines: list[dict]) -> str:
+    """A row an algorithm: steps/s of others and of ours, and how much faster ours is than the best other."""
+    rows, shown = [], (*LIBRARIES, "eager", "compile")
+    for (algorithm, env_id, _), group in by_task(timed(lines)).items():
+        modes = by_mode(group)
+        cells = [f"{speed(modes[mode]):,.0f}" if mode in modes else "" for mode in shown]
+        beside = ratio(modes.get("compile"), fastest(modes, LIBRARIES))
+        rows.append([f"{algorithm}, {env_id}", *cells, beside])
+    return markdown(["steps/s", *(MODES[mode].label for mode in shown), "x the best other library"], rows)
+
+
+def task_of(env_id: str) -> str:
+    """The last part of an environment's name: CheetahRun-v1 of pool:EnvPool/CheetahRun-v1."""
+    return re.split("[:/]", env_id)[-1]
+
+
+def check_rows(lines: list[dict]) -> list[list[str]]:
+    """A row a check and mode of a sweep of checks; the last cell is its verdict."""
+    trained = [line for line in lines if line["status"] == "failed" or "episodic_return" in line]
+    # Results of 0.2 have the names that EnvPool itself gives to its tasks.
+    trained = [line | {"task": task_of(line["env_id"])} for line in trained]
+    groups = by(trained, "algorithm", "task", "steps", "mode")
+    rows = []
+    for name, algorithm in COLLECTION.items():
+        for check, mode in itertools.product(algorithm.checks, MODES):
+            if not (runs := groups.get((name, task_of(check.env_id), check.steps, mode))):
+                continue
+            done = [line for line in runs if line["status"] == "ok"]
+            returns = of_agents(done, "episodic_return")
+            shown, missing = [f"{value:.1f}" for value in returns], len(runs) - len(returns)
+            shown += [f"{missing} failed"] if missing else []
+            within = not missing and all(check.least <= value <= check.most for value in returns)
+            title = f"{name}, {runs[0]['env_id']}: {name_of(mode, done or runs)}"
+            bounds = f"{check.least:g} to {check.most:g}"
+            rows.append([title, f"{check.steps:,}", ", ".join(shown), bounds, PASSED if within else MISSED])
+    return rows
+
+
+def check_table(lines: list[dict]) -> str:
+    """The runs of the profile check, of all machines: returns by seed, bounds, whether all are within."""
+    header = ["", "steps", "return, last 100 episodes, by seed", "bounds", ""]
+    return "\n\n".join([markdown(header, check_rows(lines)), *map(machine, machines(lines))])

@@ -1,0 +1,100 @@
+"""What the studies share: runs that are timed in turn, and the file that their lines are written to."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmark import ROOT, records
+from benchmark.machine import mebibytes, provenance, summary_of
+from benchmark.modes import MODES
+from benchmark.tables import machine_of
+from benchmark.terminal import lines_of_output
+
+
+@dataclass
+class Args:
+    rounds: int = 3
+    """how often each is timed"""
+    peers: Path | None = None
+    """the interpreter of an environment with requirements/peers.txt"""
+    output: Path | None = None
+    """a file of results to write to"""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run to be timed: what its line says of it, and its command, for a folder that it may write to."""
+
+    about: dict
+    command: Callable[[Path], list]
+    more: Callable[[float, float], dict] = lambda sps, memory: {}
+    """what else the line says, made of steps/s and of the most MiB that the run held"""
+
+
+def of_library(mode: str, script: str, peers: Path) -> list:
+    """The command of a library's mode, without options."""
+    program, *library = MODES[mode].program
+    return [peers.absolute(), ROOT / "benchmark" / "peers" / program, *library, script]
+
+
+def options(values: dict) -> list[str]:
+    """Options as a command line has them."""
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+def run_for_summary(command: list[str], folder: Path) -> tuple[float, float]:
+    """Run a command in a folder; gives its steps/s, and the most MiB that it held.
+
+    Raises RuntimeError, with the end of its log, where it fails or has no speed.
+    """
+    with (folder / "out.txt").open("wb") as out, (folder / "log.txt").open("wb") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=log)
+        _, status, usage = os.wait4(process.pid, 0)
+    summary = summary_of(folder / "out.txt")
+    if status or not summary or not summary.get("sps"):
+        raise RuntimeError(f"{' '.join(command)}\n{(folder / 'log.txt').read_text()[-2000:]}")
+    return summary["sps"], mebibytes(usage.ru_maxrss)
+
+
+def time_runs(points: Iterable[Point], output: Path | None, check: Callable) -> tuple[list[dict], int]:
+    """Time runs one after the other; gives their lines, and the exit status: 1 where some failed.
+
+    Each line is printed, and put into the file `output`, where it replaces that of the same run. A run whose
+    line there is of this commit and machine is not timed again, nor is a command that is that of another run.
+    """
+    lines, status, timed = [], 0, {}
+    recorded = lines_of_output(output, check)
+    for point in points:
+        line = next((line for line in recorded if line.items() >= point.about.items()), None)
+        with tempfile.TemporaryDirectory() as folder:
+            command = tuple(map(str, point.command(Path(folder))))
+            now = provenance((command[0], __file__), dict(os.environ))
+            if line is None or not is_of(line, now):
+                try:
+                    if command not in timed:
+                        timed[command] = run_for_summary(list(command), Path(folder))
+                except RuntimeError as error:
+                    print(error, file=sys.stderr)
+                    status = 1
+                    continue
+                sps, memory = timed[command]
+                if line is None:
+                    recorded.append(line := {})
+                line.update({"format": records.FORMAT, "status": "ok", **point.about, "sps": sps})
+                line.update(point.more(sps, memory) | now)
+        lines.append(line)
+        print(f"{' '.join(map(str, point.about.values()))}: {line['sps']:.0f} steps/s", flush=True)
+        if output:
+            records.replace(output, recorded, check)
+    return lines, status
+
+
+def is_of(line: dict, now: dict) -> bool:
+    """Whether a line would be measured again as it is; a checkout with changes is never the same."""
+    commit = now["git_commit"]
+    known = commit is not None and not commit.endswith("-dirty")
+    return known and line["git_commit"] == commit and machine_of(line) == machine_of(now)
