@@ -1,52 +1,57 @@
-"""The recipe of docs/using.md: a trained policy as an ONNX model, and as a library of its own."""
+"""docs/examples/export_*.py: a trained policy as an ONNX model, and as a library of its own."""
 
-import re
 import sys
 from contextlib import chdir
 from unittest.mock import patch
 
 import conftest
-import gymnasium as gym
 import numpy as np
 import onnxruntime
 import pytest
 import torch
-from conftest import LEANRL, ROOT, SAVED, SHORT, run
+from conftest import ROOT, SAVED, SHORT, run
 from gymnasium.spaces import Box
 
-PAGE = (ROOT / "docs" / "using.md").read_text()
-[EXPORT, OF_PPO] = re.findall(r"```python\n(.*?)```", PAGE[PAGE.index("## Deploying") :], re.DOTALL)[:2]
-OF_TD3 = ("torch.tanh(self.actor(obs)[0])", "self.actor(obs)")
+EXAMPLES = {"sac_continuous_action": "export_sac", "td3_continuous_action": "export_sac"}
+EXAMPLES |= {"ppo_continuous_action": "export_ppo_continuous", "dqn": "export_dqn", "pqn": "export_dqn"}
+OTHERS = {  # what the page says to change
+    "td3_continuous_action": {
+        "sac_continuous_action import": "td3_continuous_action import",
+        "mean, _ = self.actor(obs)": "mean = self.actor(obs)",
+        "torch.tanh(mean)": "mean",
+    },
+    "pqn": {"from dqn import": "from pqn import"},
+}
 
 
-@pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action", "ppo_continuous_action"])
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_exported_policy_takes_the_best_actions(name, tmp_path):
     """As the environment gets them in evaluation, of which Reacher-v4 has bounds of one."""
-    options = (*SHORT[name], *SAVED, "--env-id", "Reacher-v4")
-    result = run(name, *options, directory=tmp_path)
-    file = conftest.checkpoint(tmp_path)
-    checkpoint = torch.load(file)
+    world = ("--env-id", "CartPole-v1" if name in conftest.DISCRETE else "Reacher-v4")
+    result = run(name, *SHORT[name], *SAVED, *world, directory=tmp_path)
+    checkpoint = torch.load(conftest.checkpoint(tmp_path))
     for key in ("actor_mean.4.weight", "actor_mean.4.bias") if name.startswith("ppo") else ():
         checkpoint["agent"][key] *= 300  # so that some actions are clipped
         result["state"]["agent"].get_parameter(key).data.mul_(300)
+    if name == "dqn":  # whose few gradient steps leave it with one action
+        for parameter in checkpoint["q_network"].values():
+            parameter.normal_()
+        result["state"]["q_network"].load_state_dict(checkpoint["q_network"])
     torch.save(checkpoint, tmp_path / "best.pt")
-    recipe = EXPORT.replace("HalfCheetah-v4", "Reacher-v4").replace("sac_continuous_action", name)
+    recipe = (ROOT / "docs" / "examples" / f"{EXAMPLES[name]}.py").read_text()
+    for passage, other in OTHERS.get(name, {}).items():
+        assert passage in recipe
+        recipe = recipe.replace(passage, other)
     if not name.startswith("sac"):  # a library takes long to build: SAC's stands for them
         recipe = recipe[: recipe.index("exported =")]
-    if name.startswith("td3"):
-        recipe = recipe.replace(*OF_TD3)
-    if name.startswith("ppo"):
-        begin, end = recipe.index("class Policy"), recipe.index("obs = torch.randn")
-        recipe = f"{recipe[:begin]}{OF_PPO}\n{recipe[end:]}".replace(
-            "import Actor, in_bounds", "import Agent"
-        )
-    with chdir(tmp_path), patch.object(sys, "path", [*sys.path, str(LEANRL)]):
-        exec(recipe, made := {})
+    file = ROOT / "docs" / "examples" / "a_copy.py"
+    with chdir(tmp_path), patch.object(sys, "path", [*sys.path]), patch.object(sys, "argv", ["", "best.pt"]):
+        exec(recipe, made := {"__file__": str(file)})
         seen = np.random.default_rng(1).normal(size=(100, made["obs"].shape[1])).astype(np.float32)
         exported = onnxruntime.InferenceSession("policy.onnx").run(None, {"obs": seen})
         if "exported =" in recipe:
             exported.append(torch._inductor.aoti_load_package("policy.pt2")(torch.from_numpy(seen)))
-    space, expected = gym.make("Reacher-v4").action_space, result["best_actions"](seen)
+    space, expected = made["space"], result["best_actions"](seen)
     for actions in exported:
         np.testing.assert_allclose(actions, expected, rtol=0, atol=1e-5)
     assert all(map(space.contains, expected)) and np.std(expected, axis=0).min() > 1e-4

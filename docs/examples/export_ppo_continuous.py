@@ -1,0 +1,45 @@
+"""Export the policy of PPO for continuous actions to ONNX, and to a library that C++ loads without Python.
+
+    python docs/examples/export_ppo_continuous.py runs/.../best.pt
+
+It writes policy.onnx (pip install onnx onnxscript) and policy.pt2. Both take observations (n, obs_dim), flat
+and in float32, and give actions (n, action_dim) as the environment takes them.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "leanrl"))  # where the script is: of a copy, its own folder
+from ppo_continuous_action import Agent, Args, clipped, make_envs
+
+checkpoint = torch.load(sys.argv[1], map_location="cpu")
+args = Args(**{name: checkpoint["args"][name] for name in ("env_id", "env_kwargs")})
+envs = make_envs(args, 1)
+obs_dim, space = envs.single_observation_space.shape[0], envs.single_action_space
+
+
+class Policy(torch.nn.Module):
+    """The mean actions at standardised observations, in the bounds of the space."""
+
+    def __init__(self):
+        super().__init__()
+        self.agent = Agent(obs_dim, space.shape[0], torch.device("cpu"))
+        self.agent.load_state_dict(checkpoint["agent"])
+        moments = checkpoint["obs_moments"]
+        self.register_buffer("mean", moments["mean"].float())
+        self.register_buffer("std", (moments["squares"] / moments["count"] + 1e-8).sqrt().float())
+        self.register_buffer("low", torch.from_numpy(space.low))
+        self.register_buffer("high", torch.from_numpy(space.high))
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        obs = ((obs - self.mean) / self.std).clamp(-10, 10)
+        return clipped(self.agent.actor_mean(obs), self)
+
+
+policy, obs = Policy().eval(), torch.randn(2, obs_dim)
+any_batch = ({0: torch.export.Dim("batch")},)
+torch.onnx.export(policy, (obs,), "policy.onnx", dynamo=True, dynamic_shapes=any_batch)
+exported = torch.export.export(policy, (obs,), dynamic_shapes=any_batch)
+torch._inductor.aoti_compile_and_package(exported, package_path="policy.pt2")
