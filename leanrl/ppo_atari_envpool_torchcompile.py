@@ -32,6 +32,7 @@ import time
 
 START_TIME = time.perf_counter()  # the imports below are part of the start-up
 
+import argparse
 import copy
 import json
 import math
@@ -74,7 +75,7 @@ class Args:
     track: bool = False  # also send the logs to Weights & Biases
     wandb_project_name: str = "leanrl"  # the project of the Weights & Biases run
     wandb_entity: str | None = None  # the entity (team) of the Weights & Biases run
-    capture_video: bool = False  # film the first episode of each evaluation; one is at the end
+    capture_video: bool = False  # film an episode of each evaluation; one is at the end
     checkpoint_every: PositiveInt | None = None  # agent steps between checkpoints; one is at the end
     resume: str | None = None  # go on with the run of this folder, with its arguments
     evaluate: str | None = None  # do not train, evaluate this checkpoint
@@ -104,8 +105,6 @@ class Args:
     target_kl: NonNegativeFloat | None = None  # an epoch with a larger KL is the last one of its rollout
 
     def __post_init__(self):  # tyro tells what it raises, and exits with status 2
-        if self.resume or self.evaluate:  # its arguments are those of a checkpoint
-            return
         batch_size = self.num_envs * self.num_steps
         if batch_size % self.num_minibatches or batch_size == self.num_minibatches:
             raise ValueError(f"--num-minibatches takes a smaller divisor of a rollout's {batch_size} steps")
@@ -298,20 +297,20 @@ class Compiled:
 # ---- Run ---------------------------------------------------------------------------------------------------
 def parse_args() -> tuple[Args, dict]:
     """The arguments, and the checkpoint that gives --resume and --evaluate those that are not typed."""
-    args, checkpoint = tyro.cli(Args), {}
-    if args.resume or args.evaluate:
-        file = Path(args.evaluate or Path(args.resume, "checkpoint.pt")).resolve()
-        if not file.exists():
-            sys.exit(f"there is no {file}; a run of LeanRL 0.2 goes on with its own scripts")
+    parser, checkpoint, saved = argparse.ArgumentParser(add_help=False), {}, {}
+    parser.add_argument("--resume")
+    parser.add_argument("--evaluate")
+    typed, _ = parser.parse_known_args()
+    if typed.resume or typed.evaluate:
+        file = Path(typed.evaluate or Path(typed.resume, "checkpoint.pt")).resolve()
         checkpoint = torch.load(file, map_location="cpu", weights_only=True) | {"file": file}
         if "save_model" in checkpoint["args"]:
             sys.exit(f"{file} is of LeanRL 0.2, whose scripts go on with it")
         saved = {name: value for name, value in checkpoint["args"].items() if name in Args.__annotations__}
-        args = tyro.cli(Args, default=Args(**saved))
-        Args(**asdict(args) | {"resume": None, "evaluate": None})  # checks what is typed beside what is saved
-        for name in FIXED if args.resume else ():
-            if getattr(args, name) != saved[name]:
-                sys.exit(f"--{name.replace('_', '-')} has to stay {saved[name]}, as in {file}")
+    args = tyro.cli(Args, default=Args(**saved))
+    for name in FIXED if args.resume else ():
+        if getattr(args, name) != saved[name]:
+            sys.exit(f"--{name.replace('_', '-')} has to stay {saved[name]}, as in {file}")
     return args, checkpoint
 
 
@@ -356,8 +355,7 @@ if __name__ == "__main__":
     torch.set_autocast_cache_enabled(False)  # it would keep the first weights for good
     torch.manual_seed(args.seed)
 
-    start = [0, 0, [], -math.inf]
-    global_step, updates, returns, best_eval = checkpoint["progress"] if args.resume else start
+    global_step, updates, returns = checkpoint["progress"] if args.resume else [0, 0, []]
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time()}".replace("/", "_").replace(":", "_")
     folder = checkpoint["file"].parent if checkpoint else Path(f"runs/{name}")
     sequence = np.random.SeedSequence([args.seed, global_step])  # a run that goes on draws other numbers
@@ -590,24 +588,23 @@ if __name__ == "__main__":
             writer.add_scalar("charts/learning_rate", args.learning_rate * remaining, global_step)
             bar.set_postfix_str(f"SPS {sps:.0f}, return {np.mean(returns[-10:] or math.nan):.1f}")
             bar.update(global_step - bar.n)
+            if due(args.checkpoint_every):
+                writer.flush()  # so that the curves of a run that is killed have no gap
+                progress = [global_step, updates, returns]
+                save_checkpoint(folder / "checkpoint.pt", args, state, progress=progress)
             if not stopping and (due(args.eval_every) or (last and args.capture_video)):
                 pause = time.perf_counter()
                 eval_returns = evaluate_games(args, agent, best_actions, folder / f"videos/{global_step}")
                 score = float(np.mean(eval_returns))
                 writer.add_scalar("charts/eval_return", score, global_step)
-                if score > best_eval:
-                    best_eval = score
-                    save_checkpoint(folder / "best.pt", args, state)
+                best = folder / "best.pt"
+                if not best.exists() or score > torch.load(best, map_location="cpu")["score"]:
+                    save_checkpoint(best, args, state, score=score)
                 sps_time += time.perf_counter() - pause
-            if due(args.checkpoint_every):
-                writer.flush()  # so that the curves of a run that is killed have no gap
-                progress = [global_step, updates, returns, best_eval]
-                save_checkpoint(folder / "checkpoint.pt", args, state, progress=progress)
 
     # ---- End -----------------------------------------------------------------------------------------------
     if args.track:
-        for video in sorted(folder.rglob("*.mp4")):
-            wandb.log({str(video.relative_to(folder)): wandb.Video(str(video))})
+        wandb.save(folder / "videos/*/*.mp4", base_path=folder)
         wandb.finish()  # whose last words come before the summary
     summary = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False, **asdict(args)}
     summary["cudagraphs"] = cudagraphs  # [fast: graph capture]

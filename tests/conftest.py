@@ -103,7 +103,7 @@ INDUCTOR = {name: torch._inductor.config.get_config_copy()[name] for name in SET
 # renames it here, and in the tests that ask for it. Else tests ask for files, printed lines and the summary.
 INNER = {
     *("args", "summary", "device", "folder", "START_TIME"),  # what runs, where and since when
-    *("global_step", "updates", "returns", "updates_due", "best_eval", "eval_returns"),  # how far it is
+    *("global_step", "updates", "returns", "updates_due", "eval_returns"),  # how far it is
     *("envs", "obs_moments", "return_moments"),  # what it learns in
     *("act", "policy", "best_actions", "sample", "prepare", "update", "kinds"),  # the algorithm
     *("state", "losses", "deviations", "buffer", "size", "columns"),  # what it has learnt and from what

@@ -147,7 +147,7 @@ def test_after_kill_9_a_run_goes_on_with_the_same_numbers_each_time(name, tmp_pa
         process.kill()
         process.wait()
     file = checkpoint(tmp_path)
-    step, *_, returns, _ = torch.load(file, weights_only=True)["progress"]
+    step, *_, returns = torch.load(file, weights_only=True)["progress"]
     copies = [shutil.copytree(file.parent, tmp_path / copy) for copy in ("a", "b")]
     one, other = (go_on(name, step + 200, folder) for folder in copies)
     conftest.assert_same_numbers(one, other, rtol=0, atol=0)

@@ -219,7 +219,7 @@ def test_tracking_works_offline(tmp_path):
     for metric in (b"losses/td_loss", b"charts/episodic_return", b"charts/SPS"):
         assert metric in records.read_bytes()  # they are framed, not compressed: names can be read
     assert (records.parent / "files" / "code" / "dqn.py").read_text() == Path(script).read_text()
-    assert [*records.parent.glob("files/media/videos/**/*.mp4")]
+    assert [*records.parent.glob("files/videos/*/*.mp4")]
 
 
 @pytest.mark.parametrize("name", TWINS)
