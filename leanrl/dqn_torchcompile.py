@@ -369,8 +369,9 @@ if __name__ == "__main__":
             return values.argmax(dim=1).cpu().numpy() + first_action
 
     def store(*transitions: np.ndarray) -> None:
-        """Write a step of all environments into the replay buffer, over the oldest rows if it is full."""
-        rows = np.concatenate(transitions, axis=1, dtype=np.float32)
+        """Write a step of all environments, (n,) or (n, width) each, over the oldest rows if it is full."""
+        parts = [part.reshape(args.num_envs, -1) for part in transitions]
+        rows = np.concatenate(parts, axis=1, dtype=np.float32)
         if not np.isfinite(rows).all():
             sys.exit(f"a row is not finite at step {global_step}")
         position = (global_step - args.num_envs) % capacity
@@ -546,7 +547,7 @@ if __name__ == "__main__":
                 final_obs[index] = infos["final_obs"][index]
                 log_episode(index)
 
-            store(obs, actions[:, None], rewards[:, None], terminated[:, None], final_obs)
+            store(obs, actions, rewards, terminated, final_obs)
             size.fill_(min(global_step, capacity))  # [fast: numbers as tensors]
             obs = next_obs.astype(np.float32)
 

@@ -347,8 +347,9 @@ if __name__ == "__main__":
             return in_bounds(actor(rows[:, -actor_dim:]).cpu().numpy(), action_space)
 
     def store(*transitions: np.ndarray) -> None:
-        """Write a step of all environments into the replay buffer, over the oldest rows if it is full."""
-        rows = np.concatenate(transitions, axis=1, dtype=np.float32)
+        """Write a step of all environments, (n,) or (n, width) each, over the oldest rows if it is full."""
+        parts = [part.reshape(args.num_envs, -1) for part in transitions]
+        rows = np.concatenate(parts, axis=1, dtype=np.float32)
         if not np.isfinite(rows).all():
             sys.exit(f"a row is not finite at step {global_step}")
         position = (global_step - args.num_envs) % capacity
@@ -498,7 +499,7 @@ if __name__ == "__main__":
                 log_episode(index)
                 deviations[index].uniform_(args.std_min, args.std_max)
 
-            store(obs, actions, np.stack([rewards, terminated, over], axis=1), final_obs)
+            store(obs, actions, rewards, terminated, over, final_obs)
             size = min(global_step, capacity)
             obs = next_obs.astype(np.float32)
 

@@ -384,8 +384,8 @@ if __name__ == "__main__":
                 sys.exit(f"{name} is {loss} at step {global_step}")
 
     def store(*transitions: np.ndarray) -> None:
-        """Write a step of all environments into the rollout."""
-        rollout[step] = np.concatenate(transitions, axis=1)
+        """Write a step of all environments into the rollout, (n,) or (n, width) each."""
+        rollout[step] = np.concatenate([part.reshape(args.num_envs, -1) for part in transitions], axis=1)
         if not np.isfinite(rollout[step]).all():
             sys.exit(f"a row is not finite at step {global_step}")
 
@@ -469,7 +469,7 @@ if __name__ == "__main__":
                     log_episode(index)
                 update_moments(rewards, done, final_obs, next_obs)
                 final_obs = obs_moments.standardise(final_obs)
-                store(obs, actions, rewards[:, None], terminated[:, None], done[:, None], final_obs)
+                store(obs, actions, rewards, terminated, done, final_obs)
                 obs = obs_moments.standardise(next_obs).astype(np.float32)
 
             scale_rewards()

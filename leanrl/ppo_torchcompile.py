@@ -500,8 +500,8 @@ if __name__ == "__main__":
                 sys.exit(f"{name} is {loss} at step {global_step}")
 
     def store(*transitions: np.ndarray) -> None:
-        """Write a step of all environments into the rollout."""
-        rollout[step] = np.concatenate(transitions, axis=1)
+        """Write a step of all environments into the rollout, (n,) or (n, width) each."""
+        rollout[step] = np.concatenate([part.reshape(args.num_envs, -1) for part in transitions], axis=1)
         if not np.isfinite(rollout[step]).all():
             sys.exit(f"a row is not finite at step {global_step}")
 
@@ -595,7 +595,7 @@ if __name__ == "__main__":
                 for index in np.flatnonzero(done):
                     final_obs[index] = infos["final_obs"][index]
                     log_episode(index)
-                store(obs, choices, rewards[:, None], terminated[:, None], done[:, None], final_obs)
+                store(obs, choices, rewards, terminated, done, final_obs)
                 obs = next_obs.astype(np.float32)
 
             buffer.copy_(torch.from_numpy(rollout), non_blocking=True)  # log_losses waits for it
