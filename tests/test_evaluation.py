@@ -1,24 +1,10 @@
 """Evaluation along the way: it changes no number of the run, keeps the best agent, and takes no time."""
 
+import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    ATARI,
-    MEMORY,
-    ON_POLICY,
-    SAVED,
-    SCRIPTS,
-    SHORT,
-    TWINS,
-    assert_same_numbers,
-    empty_memory,
-    evaluation,
-    load,
-    play,
-    run,
-    world,
-)
+from conftest import ATARI, ON_POLICY, SAVED, SCRIPTS, SHORT, assert_same_numbers
 from envs import Balance, ScriptedGames
 
 TD3 = "td3_continuous_action_torchcompile"
@@ -30,9 +16,9 @@ EVERY = ("--eval-every", 100, "--eval-episodes", 2)
 def train(name: str, *args, **options) -> dict:
     """Train for some 300 steps, on a pole, whose returns depend on the agent; Atari's in scripted games."""
     if name in ATARI:
-        return play(name, *SHORT[name], *args, **options)
+        return conftest.play(name, *SHORT[name], *args, **options)
     frequent = () if name in ON_POLICY else ("--log-every", 50)
-    return run(name, *world(name, "Balance"), *SHORT[name], *frequent, *args, **options)
+    return conftest.run(name, *conftest.world(name, "Balance"), *SHORT[name], *frequent, *args, **options)
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *OTHERS])
@@ -46,7 +32,7 @@ def test_evaluation_changes_no_number_and_the_best_agent_is_kept(name, tmp_path)
     assert np.mean(evaluated["eval_returns"]) == pytest.approx(means[-1])
     [best] = tmp_path.glob("runs/*/best.pt")
     assert evaluated["best_eval"] == pytest.approx(max(means))
-    returns = evaluation(name, best, "--eval-episodes", 2)["eval_returns"]
+    returns = conftest.evaluation(name, best, "--eval-episodes", 2)["eval_returns"]
     assert np.mean(returns) == pytest.approx(max(means), rel=1e-5)
     # The best of a run that goes on is that of all of it.
     file = best.with_name("checkpoint.pt")
@@ -59,7 +45,7 @@ def test_evaluation_changes_no_number_and_the_best_agent_is_kept(name, tmp_path)
     assert on["best_eval"] == 1e9 and best.read_bytes() == content
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])
+@pytest.mark.parametrize("name", [*SCRIPTS, *OTHERS])
 def test_sps_leaves_out_evaluations_and_what_is_before_learning(name, monkeypatch):
     """By a clock that ticks with each step of an environment: once, or before learning ten times."""
     ticks, step, games_step = [], Balance.step, ScriptedGames.step
@@ -100,16 +86,3 @@ def test_an_evaluation_that_is_not_finite_ends_the_run_and_is_no_best(name, faul
     with pytest.raises(SystemExit, match=r"^an evaluation is not finite$"):
         train(name, *EVERY, *SAVED, directory=tmp_path)
     assert not [*tmp_path.glob("runs/*/*.pt")]
-
-
-@pytest.mark.parametrize("name", MEMORY)
-def test_a_memory_that_is_no_number_does_not_outlast_its_episode(name):
-    script, device = load(name), torch.device("cpu")
-    agent = script["Agent"](3, device) if name in ATARI else script["Agent"](5, 3, device)
-    obs = torch.zeros(4, 2, 84, 84, 1, dtype=torch.uint8) if name in ATARI else torch.randn(4, 2, 5)
-    keep, memory = torch.ones(4, 2, 1), empty_memory(agent, 2)
-    keep[0], memory[..., :1] = 0, torch.nan
-    with torch.no_grad():
-        assert all(part.isfinite().all() for part in agent(obs, keep, memory))
-        keep[0, 1] = 1
-        assert any(part.isnan().any() for part in agent(obs, keep, memory.fill_(torch.nan)))

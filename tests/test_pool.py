@@ -1,57 +1,23 @@
-"""EnvPool's tasks: its physics is Gymnasium's, and pool.py and Atari's scripts take it as it is."""
+"""EnvPool's tasks, as pool.py gives them to the scripts: seeds, ends, names, and threads."""
 
 import json
-import os
 import sys
-from unittest.mock import patch
 
-import envpool
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import LEANRL, SHORT, assert_same_numbers, cli, draws_of_a_twin, load, run
+from conftest import LEANRL, SHORT, assert_same_numbers, cli, draws_of_a_twin, run
 
 sys.path.append(str(LEANRL))
 import pool
 
 SAC, TD3, PPO = "sac_continuous_action", "td3_continuous_action", "ppo_continuous_action"
-# How many coordinates of the position, which can be 0, an observation leaves out.
-HIDDEN = {"HalfCheetah": 1, "Hopper": 1, "Walker2d": 1, "Ant": 2, "Humanoid": 2, "InvertedPendulum": 0}
 
 
 def make(task: str, num_envs: int, **options) -> pool.Pool:
     """Environments as the scripts make them."""
     return gym.make_vec(f"EnvPool/{task}", num_envs, vectorization_mode="vector_entry_point", **options)
-
-
-@pytest.mark.parametrize("version", ["v4", "v5"])
-@pytest.mark.parametrize("task", HIDDEN)
-def test_physics_is_that_of_gymnasium(task, version):
-    """With the same actions, from the same state at a reset and again after 20 steps.
-
-    A step agrees to 1e-13, but contacts multiply a difference, tenfold in some ten steps, and Humanoid's
-    solver stops elsewhere: EnvPool has another version of MuJoCo. Its Humanoid-v4 shows no contact forces.
-    """
-    envs, env = make(f"{task}-{version}", 1), gym.make(f"{task}-{version}")
-    env.reset(seed=1)
-    model, actions = env.unwrapped.model, np.random.default_rng(3)
-    tolerance = {"rtol": 1e-3, "atol": 1e-3} if task == "Humanoid" else {"rtol": 1e-5, "atol": 1e-5}
-    shown = 292 if (task, version) == ("Humanoid", "v4") else None
-    obs, ended, since = envs.reset(seed=[7])[0][0], True, 0
-    for _ in range(200):
-        fast = np.abs(obs[model.nq - HIDDEN[task] :][: model.nv]).max() >= 10  # Walker2d and Hopper clip it
-        if ended or (since >= 20 and not fast):
-            state, since = np.concatenate([np.zeros(HIDDEN[task]), obs]), 0
-            env.unwrapped.set_state(state[: model.nq], state[model.nq :][: model.nv])
-        action = actions.uniform(-1.5, 1.5, model.nu)  # sometimes beyond the bounds
-        theirs, ours = envs.step(action[None]), env.step(action)
-        obs, ended, since = theirs[0][0], ours[2], since + 1
-        final = theirs[4]["final_obs"][0] if ended else obs
-        np.testing.assert_allclose(final[:shown], ours[0][:shown], **tolerance)
-        assert theirs[2][0] == ended
-        if since > 1:  # in the first step Ant and Humanoid count from where the state was set
-            np.testing.assert_allclose(theirs[1][0], ours[1], **tolerance)
 
 
 # ---- pool.py -----------------------------------------------------------------------------------------------
@@ -105,19 +71,6 @@ def test_it_renders_and_what_has_no_vectors_is_told():
         make("FrozenLake-v1", 2).reset()
 
 
-@pytest.mark.parametrize(("name", "threads"), [("pool", 3), ("pool", None), ("ppo_atari_envpool", 3)])
-def test_envpool_has_as_many_threads_as_asked_for_or_as_there_are_cores(name, threads):
-    maker = "make_gymnasium" if name == "pool" else "make"
-    with patch(f"envpool.{maker}", wraps=getattr(envpool, maker)) as made:
-        if name == "pool":
-            make("CartPole-v1", 4, **({"num_threads": threads} if threads else {})).reset()
-        else:
-            script = load(name)
-            script["make_games"](script["Args"](num_envs=4, env_threads=threads), [1, 2, 3, 4])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert made.call_args.kwargs["num_threads"] == (threads or min(cores, 4))
-
-
 # A task with actions of one kind or the other of each collection, and its observations.
 TASKS = [(SAC, "CheetahRun-v1", 17), (PPO, "Go1JoystickFlatTerrain-v1", 171), (TD3, "FetchReach-v4", 16)]
 TASKS += [("ppo", "CartPole-v1", 4), ("dqn", "Catch-v0", 50)]
@@ -150,9 +103,7 @@ def test_a_run_is_counted_seeded_stored_and_evaluated_as_others_are(tmp_path):
     [file] = tmp_path.glob("runs/*/checkpoint.pt")
     process = cli(SAC, "--evaluate", file, "--eval-episodes", 3, "--no-cuda")
     assert process.returncode == 0, process.stderr
-    evaluated = json.loads(process.stdout)
-    assert evaluated["env_id"] == options[1] and len(evaluated["eval_returns"]) == 3
-    assert min(evaluated["eval_returns"]) >= 1
+    assert min(json.loads(process.stdout)["eval_returns"]) >= 1
 
 
 # ---- FastTD3 -----------------------------------------------------------------------------------------------
