@@ -60,8 +60,8 @@ def test_a_script_is_read_in_one_sitting(name):
 @every
 def test_plumbing_only_gets_less(name):
     now = budget.plumbing(conftest.LEANRL / f"{name}.py")
-    allowed = json.loads(budget.BUDGET.read_text()).get(name)
-    assert allowed, f"run python tests/budget.py, which notes how much of {name}.py is plumbing"
+    noted = json.loads(budget.BUDGET.read_text())
+    allowed = noted.get(name) or [*map(max, *noted.values())]  # of a new script: as the longest
     told = f"take something else out, or, if it is worth that to you, write {now} into tests/budget.json"
     for what, number, most in zip(("tokens", "lines"), now, allowed, strict=True):
         assert number <= most, f"{name}.py has {number} {what} of plumbing, {most} are allowed: {told}"
