@@ -142,36 +142,6 @@ class ScriptedGames(gym.Env):
         return self._observe(), rewards, terminated, truncated, info
 
 
-class Recall(gym.Env):
-    """In place of `envpool.make`: games of 11 steps, whose actions have to be what the first frame shows.
-
-    That frame is black (action 0) or white (action 1), all others are gray. The score is that of right steps.
-    """
-
-    observation_space, action_space = Box(0, 255, (1, 84, 84), np.uint8), Discrete(2)
-
-    def __init__(self, task_id, *, num_envs, seed, **_):
-        self.random, self.num_envs = np.random.default_rng(seed), num_envs
-        self.place, self.cue = np.arange(num_envs) % 12, self.random.integers(2, size=num_envs)
-
-    def _observe(self):
-        begins = self.place == 0
-        self.cue[begins] = self.random.integers(2, size=begins.sum())
-        shades = np.where(begins, 255 * self.cue, 128).astype(np.uint8)
-        return np.broadcast_to(shades[:, None, None, None], (self.num_envs, 1, 84, 84)).copy()
-
-    def reset(self):
-        self.place[:] = np.arange(self.num_envs) % 12  # of a step in its game; 11 is the one that only resets
-        return self._observe(), {}
-
-    def step(self, actions):
-        over = self.place == 10
-        score = ((actions == self.cue) & (self.place < 11)).astype(np.float32)
-        self.place = np.where(self.place == 11, 0, self.place + 1)
-        info = {"reward": score, "terminated": over.astype(np.int32)}
-        return self._observe(), score, over, np.zeros(self.num_envs, dtype=bool), info
-
-
 class Probe(gym.Env):
     """Episodes of `length` steps with known values; they end as `terminated` says, or else as truncated."""
 
@@ -364,18 +334,6 @@ class Parts(Scripted):
         return self._parts(obs), *rest, info | {0: {"final_obs": None}}
 
 
-class Lists(Scripted):
-    """Returns lists, not arrays."""
-
-    def reset(self, **options):
-        obs, info = super().reset(**options)
-        return obs.tolist(), info
-
-    def step(self, action):
-        obs, *rest = super().step(action)
-        return obs.tolist(), *rest
-
-
 class Walks(VectorEnv):
     """A vector environment in NumPy: walkers on a line, who fall at a distance of 1, and stop after 20 steps.
 
@@ -410,11 +368,6 @@ class Walks(VectorEnv):
         return self._seen(), moves, fallen, late & ~fallen, {"final_obs": final_obs}
 
 
-class Talkative(Careless):
-    def __init__(self):
-        raise RuntimeError("one line\n  and another")
-
-
 def choosing(kind: type[gym.Env]) -> type[gym.Env]:
     """A kind of environment that takes one of three actions, which it counts from 5."""
 
@@ -432,8 +385,8 @@ def register(kind: type[gym.Env], name: str = "", **options) -> None:
         gym.register(f"{name or kind.__name__}{suffix}-v0", entry_point=either, kwargs=options)
 
 
-KINDS = (Scripted, Balance, Careless, Goal, Faulty, Interrupted, Integers, Parts, Lists, Cue)
-for kind in (*KINDS, Talkative):
+KINDS = (Scripted, Balance, Careless, Goal, Faulty, Interrupted, Integers, Parts, Cue)
+for kind in KINDS:
     register(kind)
 for suffix, options in {"": {}, "Choices": {"choices": 3}, "Next": {"mode": AutoresetMode.NEXT_STEP}}.items():
     gym.register(f"Walks{suffix}-v0", vector_entry_point=Walks, kwargs=options)

@@ -2,34 +2,13 @@
 
 import copy
 import math
-import runpy
 from functools import partial
 
+import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    ACTOR_CRITIC,
-    ATARI,
-    DQN,
-    EACH_STEP,
-    LEANRL,
-    MEMORY,
-    NOT_ATARI,
-    ON_POLICY,
-    PQN,
-    Q_LEARNING,
-    SAVED,
-    SCRIPTS,
-    TWINS,
-    changed,
-    checkpoint,
-    draws_of_a_twin,
-    empty_memory,
-    instances,
-    load,
-    play,
-)
+from conftest import ATARI, DQN, EACH_STEP, MEMORY, PQN, Q_LEARNING, SCRIPTS, TWINS, empty_memory, load, play
 from torch import nn
 from torch.distributions import Categorical, Normal
 
@@ -48,13 +27,6 @@ def seeded():
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
-@each_script("QNetwork", of=ACTOR_CRITIC)
-def test_a_critic_is_a_stack_of_layers(script):
-    obs, actions, critic = torch.randn(9, 5), torch.randn(9, 2), script["QNetwork"](5, 2, CPU)
-    x, (*hidden, last) = torch.cat([obs, actions], 1), critic.children()
-    for layer in hidden:
-        x = (x @ layer.weight.T + layer.bias).clip(min=0)
-    torch.testing.assert_close(critic(obs, actions), x @ last.weight.T + last.bias)
 
 
 def network_of(script: dict) -> nn.Module:
@@ -74,6 +46,27 @@ def test_agent_sees_frames_between_0_and_1(script):
     torch.testing.assert_close(agent(obs, *recall)[:2], (agent.actor(hidden), agent.critic(hidden)))
 
 
+@each_script("layer_init")
+def test_layers_start_orthogonal_and_a_new_policy_prefers_no_action(script):
+    layer = script["layer_init"](nn.Linear(5, 7), 3.0)
+    torch.testing.assert_close(torch.linalg.svdvals(layer.weight), torch.full((5,), 3.0))
+    assert not layer.bias.any()
+    agent = network_of(script)
+    for head in ("actor", "actor_mean"):
+        [*_, output] = getattr(agent, head, nn.ModuleList()).modules()
+        if isinstance(output, nn.Linear):
+            assert output.weight.norm() < 0.02 * len(output.weight) ** 0.5
+
+
+@each_script("QNetwork", of=PQN)
+def test_action_values_of_a_new_network_do_not_depend_on_the_scale_of_what_is_seen(script):
+    """For its layers are normalised, and have no bias yet."""
+    network, obs = network_of(script), torch.randn(9, 5)
+    if "Games" in script:
+        obs = torch.randint(60, (9, 84, 84, 4), dtype=torch.uint8)
+    torch.testing.assert_close(network(4 * obs), network(obs), rtol=0.05, atol=0.01)
+
+
 @each_script("Recurrent")
 def test_networks_with_a_memory_say_the_same_side_by_side_and_alone(script):
     agent = network_of(script)
@@ -82,46 +75,6 @@ def test_networks_with_a_memory_say_the_same_side_by_side_and_alone(script):
     actor = getattr(agent, "actor_mean", None) or agent.actor
     alone = actor(obs, keep, memory[0]), agent.critic(obs, keep, memory[1])
     torch.testing.assert_close(((said, left[0]), (values, left[1])), alone)
-
-
-@each_script("QNetwork", of=PQN)
-def test_action_values_are_of_layers_each_normalised_but_the_last(script):
-    network, obs = network_of(script), torch.randn(9, 5)
-    if "Games" in script:
-        obs = torch.randint(256, (9, 84, 84, 4), dtype=torch.uint8)
-    for param in network.parameters():
-        param.data += 0.1 * torch.randn_like(param)
-    x, kinds = obs.movedim(-1, 1).double().div(255) if "Games" in script else obs.double(), []
-    for layer in copy.deepcopy(network.network).double():
-        kinds.append(nn.LayerNorm if isinstance(layer, nn.LayerNorm) else type(layer))
-        if kinds[-1] is nn.LayerNorm:
-            rows = x.flatten(1)
-            rows = (rows - rows.mean(1, keepdim=True)) / (rows.var(1, correction=0)[:, None] + 1e-5).sqrt()
-            weight, bias = layer.weight, layer.bias
-            if x.dim() == 4:  # their channels come last
-                weight, bias = weight.movedim(-1, 0), bias.movedim(-1, 0)
-            x = rows.view(x.shape) * weight + bias
-        else:
-            x = layer(x)
-    torch.testing.assert_close(network(obs), x.float())
-    hidden = [kind for kind in kinds if kind is not nn.Flatten][:-1]
-    assert all(kind in (nn.Linear, nn.Conv2d) for kind in hidden[::3])
-    assert (hidden[1::3], hidden[2::3]) == ([nn.LayerNorm] * len(hidden[::3]), [nn.ReLU] * len(hidden[::3]))
-
-
-@each_script("layer_init")
-def test_network_starts_orthogonal(script):
-    agent, root = network_of(script), 2**0.5
-    gains = [root, root, root, root, 0.01, 1.0] if "Games" in script else [root, root, 1.0, root, root, 0.01]
-    gains = [root] * (5 if "Games" in script else 3) if "QNetwork" in script else gains
-    if "LSTM" in script:  # the gains of its two layers
-        alone = [root, 1, 1, 1, root, 1, 1, 0.01]
-        gains = [*gains[:4], 1.0, 1.0, *gains[4:]] if "Games" in script else alone
-    layers = [layer for layer in agent.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
-    for layer, gain in zip(layers, gains, strict=True):
-        singular_values = torch.linalg.svdvals(layer.weight.flatten(1))
-        torch.testing.assert_close(singular_values, torch.full_like(singular_values, gain), rtol=1e-3, atol=0)
-        assert layer.bias is None or not layer.bias.any()
 
 
 @pytest.mark.parametrize("name", MEMORY)
@@ -161,15 +114,6 @@ def test_the_operation_of_a_recurrence_is_what_it_tells_the_compiler(networks):
     torch.library.opcheck(operations.lstm.default, (gates, keep, *inputs[1:]))
 
 
-def test_a_second_copy_leaves_the_operation_of_the_first():
-    """Whoever called the first one's would crash, if it had been registered anew."""
-    operations = []
-    for name in [name for name in MEMORY if name in TWINS] * 2:
-        runpy.run_path(str(LEANRL / f"{name}.py"))
-        operations.append((torch.ops.leanrl.lstm.default, torch.ops.leanrl.lstm_backward.default))
-    assert len({*operations}) == 1
-
-
 # ---- Actions and moments -----------------------------------------------------------------------------------
 @each_script("Actor", "sample_actions")
 def test_log_std_stays_in_its_range_and_saturated_actions_have_finite_log_prob(script):
@@ -189,7 +133,7 @@ def test_log_std_stays_in_its_range_and_saturated_actions_have_finite_log_prob(s
     assert mean.grad.isfinite().all() and log_std.grad.isfinite().all()
 
 
-@each_script("categorical_log_prob", of=NOT_ATARI)
+@each_script("categorical_log_prob", of=conftest.NOT_ATARI)
 def test_an_action_of_several_parts_has_their_log_probs_and_entropies(script):
     nvec, logits = [3, 4], torch.randn(20, 7)
     actions = torch.stack([torch.randint(n, (20,)) for n in nvec], dim=1)
@@ -258,19 +202,6 @@ def test_probabilities_go_to_the_nearest_of_the_support(script):
         assert actual.min() >= 0
 
 
-@each_script("n_step_returns")
-def test_n_step_returns(script):
-    """By hand: a whole window, a termination, a truncation, the newest row, and both of these."""
-    rewards = torch.tensor([[1.0, 2.0, 4.0]]).expand(5, 3)
-    terminated = torch.tensor([[0, 0, 0], [0, 1, 1], [0, 0, 0], [0, 0, 1], [1, 0, 0]]).float()
-    over = torch.tensor([[0, 0, 0], [0, 1, 1], [1, 0, 0], [0, 0, 1], [1, 0, 0]]).float()
-    newer = torch.tensor([2, 7, 7, 1, 0])
-    returns, factors, last = script["n_step_returns"](torch.stack([rewards, terminated, over], 2), newer, 0.5)
-    torch.testing.assert_close(returns[:, 0], torch.tensor([3.0, 2.0, 1.0, 2.0, 1.0]))
-    torch.testing.assert_close(factors[:, 0], torch.tensor([0.125, 0, 0.5, 0.25, 0]))
-    assert last[:, 0].tolist() == [2, 1, 0, 1, 0]
-
-
 # ---- Flat networks and their optimizer ---------------------------------------------------------------------
 KINDS = [(name, kind) for name in TWINS for kind in ("Actor", "QNetwork", "Agent") if kind in load(name)]
 
@@ -278,8 +209,8 @@ KINDS = [(name, kind) for name in TWINS for kind in ("Actor", "QNetwork", "Agent
 @pytest.mark.parametrize(("name", "kind"), KINDS)
 def test_networks_and_their_flat_one_have_the_same_memory(name, kind):
     """So a checkpoint has the names of the networks, and the flat one computes with what is loaded."""
-    script, two = load(name), name in ACTOR_CRITIC and kind == "QNetwork"
-    make = partial(network_of, script) if name in ON_POLICY else partial(script[kind], 5, 2, CPU)
+    script, two = load(name), name in conftest.ACTOR_CRITIC and kind == "QNetwork"
+    make = partial(network_of, script) if name in conftest.ON_POLICY else partial(script[kind], 5, 2, CPU)
     networks, inputs = [make() for _ in range(1 + two)], [torch.randn(7, 5), torch.randn(7, 2)][: 1 + two]
     inputs = [torch.randint(256, (7, 84, 84, 4), dtype=torch.uint8)] if name in ATARI else inputs
     if name in MEMORY:
@@ -337,7 +268,6 @@ ARGS = dict.fromkeys((PPO, CHOICES, PQN_TWIN), ONCE)
 ARGS |= dict.fromkeys(DQN, (*EACH_STEP, "--batch-size", 4, "--learning-starts", 10, "--buffer-size", 1000))
 OWN = """own = type("Own", (nn.Sequential,), {"forward": lambda s, x: 2 * nn.Sequential.forward(s, x)})
         self.actor_mean = own("""
-BUFFER = "self.fc3 = nn.Linear(84, num_actions, device=device); self.register_buffer('b', torch.zeros(()))"
 # Twins, whether they act in PyTorch, with so many environments and a network that is another in a passage.
 POLICIES = [
     (DQN[1], False, 64),
@@ -350,14 +280,10 @@ POLICIES = [
     (PPO, True, 257),
     (DQN[1], True, 1, "F.relu(self.fc1(obs))", "torch.tanh(self.fc1(obs))"),
     (DQN[1], True, 1, "nn.Linear(120, 84, ", "nn.Linear(120, 84, bias=False, "),
-    (DQN[1], True, 1, "self.fc3 = nn.Linear(84, num_actions, device=device)", BUFFER),
     (DQN[1], True, 1, "F.relu(self.fc1(obs))", "F.relu(self.fc1(obs.clamp(-1, 1)))"),
     (PQN_TWIN, True, 1, "nn.ReLU(),", "nn.Tanh(),"),
-    (PQN_TWIN, True, 1, "nn.LayerNorm(84, ", "nn.LayerNorm(84, bias=False, "),
     (PQN_TWIN, False, 1, "nn.LayerNorm(84, ", "nn.LayerNorm(84, eps=0.5, "),
-    (PQN_TWIN, True, 1, "return self.network(obs)", "return self.network(obs).square()"),
     (PPO, True, 1, "nn.Tanh(),", "nn.ReLU(),"),
-    (PPO, True, 1, "self.actor_logstd =", "self.actor_mean[2].bias = None; self.actor_logstd ="),
     (PPO, True, 1, "self.actor_mean = nn.Sequential(", OWN),
 ]
 
@@ -367,11 +293,11 @@ def test_a_policy_is_its_network_in_numpy_too_which_acts_where_it_knows_it(case,
     twin, in_pytorch, num_envs, *passages = case
     greedy = ("--start-e", 0, "--end-e", 0) if twin in Q_LEARNING else ()
     args = (*ARGS[twin], *greedy, "--num-envs", num_envs, "--learning-rate")
-    with changed(twin, *passages):
-        play(twin, *args, 0.1, "--total-timesteps", 3 * num_envs + 42, *SAVED, directory=tmp_path)
+    with conftest.changed(twin, *passages):
+        play(twin, *args, 0.1, "--total-timesteps", 3 * num_envs + 42, *conftest.SAVED, directory=tmp_path)
         capfd.readouterr()
         # Nothing is learnt here: the policy in NumPy is that of the network at the start of a rollout.
-        rate, folder = 0.1 if twin in DQN else 0, checkpoint(tmp_path).parent
+        rate, folder = 0.1 if twin in DQN else 0, conftest.checkpoint(tmp_path).parent
         result = play(twin, *args, rate, "--resume", folder, "--total-timesteps", 9 * num_envs + 42)
     assert capfd.readouterr().err.count("acting in PyTorch") == in_pytorch
     network = result["state"]["q_network" if twin in Q_LEARNING else "agent"]
@@ -382,19 +308,12 @@ def test_a_policy_is_its_network_in_numpy_too_which_acts_where_it_knows_it(case,
     torch.testing.assert_close(torch.from_numpy(result["policy"](obs.numpy())), expected)
 
 
-def test_the_actions_of_pqn_in_numpy_are_those_of_the_last_gradient_step():
-    """By a learning rate with which each rollout prefers other actions."""
-    args = (*ONCE, "--num-envs", 2, "--start-e", 0, "--end-e", 0, "--learning-rate", 1)
-    runs = [play(name, *args, "--total-timesteps", 80) for name in (PQN[0], PQN_TWIN)]
-    taken, others = ([np.array(env.actions) for env in instances(run)] for run in runs)
-    assert all(np.array_equal(*pair) for pair in zip(taken, others, strict=True))
-    assert len(np.unique(np.concatenate(taken))) > 1
-
-
-def test_a_policy_in_numpy_has_the_parameters_of_the_last_gradient_step():
-    """By a learning rate with which each step prefers other actions."""
-    args = (*ARGS[DQN[0]], "--learning-rate", 1, "--start-e", 0, "--end-e", 0, "--total-timesteps", 60)
-    with draws_of_a_twin(DQN[0]):
-        eager = play(DQN[0], *args)
-    actions, of_twin = (result["buffer"][:60, 4] for result in (eager, play(DQN[1], *args)))
-    assert torch.equal(actions, of_twin) and len(actions[40:].unique()) > 1
+@pytest.mark.parametrize(("eager", "twin"), [DQN, PQN[:2]])
+def test_a_policy_in_numpy_is_that_of_the_last_gradient_step(eager, twin):
+    """By a learning rate with which each step, or rollout, prefers other actions."""
+    args = (*ARGS[twin], "--num-envs", 1, "--learning-rate", 1, "--start-e", 0, "--end-e", 0)
+    with conftest.draws_of_a_twin(eager):
+        expected = play(eager, *args, "--total-timesteps", 60)
+    runs = expected, play(twin, *args, "--total-timesteps", 60)
+    taken, others = (np.array(conftest.instances(run)[0].actions) for run in runs)
+    assert np.array_equal(taken, others) and len(np.unique(taken[20:])) > 1

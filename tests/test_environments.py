@@ -6,27 +6,14 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    DISCRETE,
-    DQN,
-    MEMORY,
-    OFF_POLICY,
-    SAVED,
-    SHORT,
-    assert_same_numbers,
-    instances,
-    named,
-    play,
-    rates,
-    run,
-    takes,
-    world,
-)
+from conftest import DISCRETE, DQN, OFF_POLICY, SAVED, SHORT, assert_same_numbers, instances, play, run, world
 from envs import Faulty
 
-KINDS = ("reward", "observation", "reset")
-FAULTS = [(name, fault) for name in conftest.NOT_ATARI for fault in KINDS]
-every = pytest.mark.parametrize("name", SHORT)
+FAULTS = [(name, "observation") for name in conftest.NOT_ATARI]
+FAULTS += [(name, fault) for name in ("dqn", "ppo", "ppo_continuous_action") for fault in ("reward", "reset")]
+# Each eager script, and a twin of each family: a twin draws and computes what its eager script does.
+OTHERS = [f"{name}_torchcompile" for name in ("td3_continuous_action", "dqn", "ppo", "pqn_atari_envpool")]
+every = pytest.mark.parametrize("name", [*conftest.SCRIPTS, *OTHERS])
 
 
 @every
@@ -64,7 +51,7 @@ def test_what_is_stored_is_what_was_though_the_environment_changes_its_action_an
 @pytest.mark.parametrize("name", ["ppo", "pqn"])
 def test_what_is_learnt_from_a_rollout_is_what_was_though_the_environment_returns_its_own_state(name):
     result = run(name, *world(name, "Careless"), *SHORT[name], "--num-envs", 2)
-    rows = named(torch.from_numpy(result["rollout"]), result["columns"])  # the last 50 of 150 steps
+    rows = conftest.named(torch.from_numpy(result["rollout"]), result["columns"])  # the last 50 of 150 steps
     steps = np.arange(100, 150)
     seen = np.stack([steps // 3, steps % 3, steps // 3, steps % 3 + 1], axis=1)
     for env in range(2):
@@ -77,7 +64,7 @@ def test_what_is_not_finite_ends_the_run_and_is_told_with_its_step(name, fault, 
     monkeypatch.setattr(Faulty, "made", count())
     monkeypatch.setattr(Faulty, "fault", fault)
     # What is seen after a reset is stored with the step after it, but for those that look at it before.
-    late = name in OFF_POLICY or (name in DISCRETE and name not in MEMORY)
+    late = name in OFF_POLICY or (name in DISCRETE and name not in conftest.MEMORY)
     step = 14 if fault == "reset" and late else 12
     # A message as the status is printed, and the status is 1.
     with pytest.raises(SystemExit, match=f"^a row is not finite at step {step}$"):
@@ -88,9 +75,9 @@ def test_what_is_not_finite_ends_the_run_and_is_told_with_its_step(name, fault, 
 @every
 def test_a_loss_that_is_not_finite_ends_the_run_at_its_log_entry(name, tmp_path):
     """By a learning rate with which the first gradient step goes beyond all numbers."""
-    args = (*SHORT[name], *rates(name, 1e38), *SAVED)
+    args = (*SHORT[name], *conftest.rates(name, 1e38), *SAVED)
     args += ("--log-every", 1) if name in OFF_POLICY else ()
-    args += ("--policy-frequency", 1) if takes(name, "policy_frequency") else ()
+    args += ("--policy-frequency", 1) if conftest.takes(name, "policy_frequency") else ()
     with pytest.raises(SystemExit, match=r"^\w+ is (nan|-?inf) at step \d+$"):
         play(name, *args, directory=tmp_path)
     assert not [*tmp_path.glob("runs/*/*.pt")]

@@ -1,28 +1,12 @@
 """Every script learns: the known values of tiny environments, and to balance a pole."""
 
 import json
-from unittest.mock import patch
 
+import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    ATARI,
-    DISCRETE,
-    MEMORY,
-    NOT_ATARI,
-    OFF_POLICY,
-    Q_LEARNING,
-    algorithm,
-    changed,
-    cli,
-    empty_memory,
-    rates,
-    run,
-    takes,
-    world,
-)
-from envs import Recall
+from conftest import DISCRETE, MEMORY, NOT_ATARI, OFF_POLICY, Q_LEARNING, algorithm, run, takes, world
 
 # How many steps are enough to learn to balance, and to learn values, and arguments.
 FAST = ("--batch-size", 64, "--learning-starts", 100, "--tau", 0.05)
@@ -36,9 +20,6 @@ LEARN = {
 }
 # Of a script with a memory a minibatch is whole environments.
 WHOLE = ("--num-envs", 32, "--num-steps", 8, "--num-minibatches", 4, "--update-epochs", 5)
-# A cue is a shade: the mean of a frame in place of convolutions.
-POOLED = "nn.Sequential(nn.AvgPool2d(84), nn.Flatten(), nn.Linear(1, 512), nn.ReLU())"
-POOLED = f"self.network = {POOLED} or nn.Sequential("
 BALANCE = [name for name in NOT_ATARI if name not in MEMORY]  # with a memory they learn a cue instead
 # Compiled, one of each kind: every twin computes what its eager script does (tests/test_twins.py).
 COMPILED = ["sac_continuous_action_torchcompile", "ppo_torchcompile"]
@@ -50,7 +31,7 @@ def learn(name: str) -> tuple[int, int, list]:
     """The steps of a script to learn to balance, those to learn values, and its arguments."""
     steps, of_values, rate, *args = LEARN[algorithm(name).on_policy, algorithm(name).actions]
     args = [*WHOLE] if name in MEMORY else args
-    return steps, of_values, [*args, *rates(name, rate), *(SUPPORT if takes(name, "v_max") else ())]
+    return steps, of_values, [*args, *conftest.rates(name, rate), *(SUPPORT if takes(name, "v_max") else ())]
 
 
 PROBES = {"ObservationReward": {value: value for value in (-0.8, -0.3, 0.2, 0.7)}}
@@ -72,11 +53,9 @@ def test_learnt_values_are_the_known_ones(name, probe):
         if name in Q_LEARNING:
             values = state["q_network"](obs).T
         elif name in OFF_POLICY:
-            pairs = [
-                (critic, torch.full_like(obs, action)) for critic in ("qf1", "qf2") for action in (-1, 0, 1)
-            ]
             seen = state.get("obs_normalizer", torch.nn.Identity())(obs)
-            values = [state[critic](seen, actions) for critic, actions in pairs]
+            actions = [torch.full_like(obs, action) for action in (-1, 0, 1)]
+            values = [state[critic](seen, each) for critic in conftest.critics(result) for each in actions]
             if takes(name, "v_max"):  # distributions of values
                 support = torch.linspace(*SUPPORT[1::2], 101)[:, None]
                 values = [logits.softmax(1) @ support for logits in values]
@@ -87,7 +66,7 @@ def test_learnt_values_are_the_known_ones(name, probe):
                 obs = torch.from_numpy(result["obs_moments"].standardise(obs.numpy())).float()
                 scale = result["return_moments"].std()
             if name in MEMORY:
-                *_, values, _ = state["agent"](obs[:, None], keep, empty_memory(state["agent"], 1))
+                *_, values, _ = state["agent"](obs[:, None], keep, conftest.empty_memory(state["agent"], 1))
             else:
                 *_, values = state["agent"](obs)
             values = values.view(1, -1) * scale
@@ -111,7 +90,7 @@ def test_learns_to_balance(name):
     options = (*world(name, "Balance"), *args, "--gamma", 0.95, "--total-timesteps", steps)
     options += ("--compile",) if name in COMPILED else ()
     if name == COMPILED[0]:  # of these one by its command line
-        process = cli(name, *options, "--no-cuda")
+        process = conftest.cli(name, *options, "--no-cuda")
         assert process.returncode == 0, process.stderr
         summary = json.loads(process.stdout.splitlines()[-1])
     else:
@@ -126,13 +105,3 @@ def test_a_cue_of_the_first_step_is_remembered(name):
     sizes = ("--num-envs", 16, "--num-steps", 22, "--num-minibatches", 2, "--total-timesteps", 15_000)
     result = run(name, *world(name, "Cue"), *sizes, "--learning-rate", 3e-3, "--eval-every", 15_000)
     assert min(result["summary"]["eval_returns"]) > 9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in MEMORY[1::2] if name in ATARI])
-def test_what_was_seen_ten_steps_before_is_remembered(name):
-    """Without a memory one of eleven actions can be known, and of the others half are right: a score of 6."""
-    sizes = ("--num-envs", 16, "--num-steps", 20, "--num-minibatches", 2, "--total-timesteps", 14_000)
-    with patch("envpool.make", Recall), changed(name, "self.network = nn.Sequential(", POOLED):
-        result = run(name, "--env-id", "Breakout-v5", *sizes, "--learning-rate", 1e-3)
-    assert len(result["returns"]) > 1000 and np.mean(result["returns"][-100:]) > 9

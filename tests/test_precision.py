@@ -1,5 +1,7 @@
 """--precision bfloat16: networks compute in bfloat16, and nothing else does."""
 
+from itertools import product
+
 import conftest
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from conftest import ATARI, MULTIGPU, ON_POLICY, SCRIPTS, SHORT, TWINS, play, ra
 from test_twins import train, train_compiled
 from torch.utils._python_dispatch import TorchDispatchMode
 
+NAMES = [*SCRIPTS, *TWINS[::4], *MULTIGPU]
 BFLOAT16 = ("--precision", "bfloat16")
 # What autocast computes in bfloat16, and the gradients of that; what a twin's LSTM computes is not seen.
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"}
@@ -27,22 +30,16 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, *TWINS, *MULTIGPU])
-def test_products_are_of_bfloat16_and_all_that_is_kept_is_not(name):
+@pytest.mark.parametrize(("name", "precision"), [*product(NAMES, ["bfloat16"]), (NAMES[0], "float32")])
+def test_products_are_of_the_precision_asked_for_and_all_that_is_kept_is_of_float32(name, precision):
     like = name.removesuffix("_multigpu")
     steps = 100 if like in ON_POLICY else 110  # a rollout, or ten gradient steps of all kinds
     with Products() as products:
-        result = play(name, *SHORT[like], "--total-timesteps", steps, *BFLOAT16)
-    assert products.dtypes == {torch.bfloat16}
+        result = play(name, *SHORT[like], "--total-timesteps", steps, "--precision", precision)
+    assert products.dtypes == {getattr(torch, precision)}
     assert result["updates"] >= (2 if name in ATARI else 4)
     kept = [value.dtype for value in conftest.numbers(result).values()]
     assert torch.float32 in kept and torch.bfloat16 not in kept
-
-
-def test_products_are_of_float32_by_default():
-    with Products() as products:
-        play("sac_continuous_action", *SHORT["sac_continuous_action"], "--total-timesteps", 110)
-    assert products.dtypes == {torch.float32}
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("tf32", "tf32"), ("float32", "ieee")])
@@ -66,17 +63,17 @@ def test_weights_are_those_of_the_last_update():
     assert 0 < np.abs(rounded - exact).max() < 0.05 * np.abs(exact).max()
 
 
-def deviation(numbers: dict, others: dict) -> float:
-    """The mean distance between first moments of a network's gradients, in units of their length."""
-    moments = [name for name, value in others.items() if "exp_avg." in name and value.any()]
-    assert len(moments) > 10
-    return np.mean([(numbers[name] - others[name]).norm() / others[name].norm() for name in moments])
-
-
 # A twin's LSTM takes the products of its inputs in bfloat16, the eager script's does not.
 @pytest.mark.parametrize(("name", "share"), [("ppo_continuous_action", 0.1), ("ppo_lstm", 1)])
 def test_eager_twin_and_compiled_twin_round_alike(name, share):
-    exact, case = conftest.numbers(train((name, ()))), (name, BFLOAT16)
-    eager = conftest.numbers(train(case))
-    for other in (train(case, "_torchcompile"), train_compiled(case)):
-        assert deviation(conftest.numbers(other), eager) < share * deviation(eager, exact)
+    """First moments of gradients are closer to each other than to those of float32."""
+    case = (name, BFLOAT16)
+    runs = [train((name, ())), train(case), train(case, "_torchcompile"), train_compiled(case)]
+    exact, eager, *twins = map(conftest.numbers, runs)
+    moments = [name for name, value in eager.items() if "exp_avg." in name and value.any()]
+    assert len(moments) > 10
+
+    def distance(numbers: dict) -> float:
+        return np.mean([(numbers[name] - eager[name]).norm() / eager[name].norm() for name in moments])
+
+    assert max(map(distance, twins)) < share * distance(exact)

@@ -13,24 +13,14 @@ import conftest
 import copy_shared
 import pytest
 import torch
-from conftest import (
-    ATARI,
-    EACH_STEP,
-    MEMORY,
-    MULTIGPU,
-    ON_POLICY,
-    ROOT,
-    SCRIPTS,
-    TWINS,
-    algorithm,
-    changed,
-    text,
-)
+from conftest import ATARI, EACH_STEP, MULTIGPU, ON_POLICY, ROOT, SCRIPTS, TWINS, algorithm, changed, text
 from envs import ScriptedGames
 from gymnasium.vector import SyncVectorEnv
 from packaging.requirements import Requirement
 from torch import nn
 from torch._dynamo.utils import counters
+
+from benchmark.collection import POOL
 
 SECTIONS = ["Arguments", "Environment", "Networks", "Run", "Setup", "Algorithm", "Training", "End"]
 # A file with what it is a sibling of.
@@ -50,12 +40,14 @@ def test_what_scripts_share_is_the_same_text(file):
 @every
 def test_a_script_is_read_in_one_sitting(name):
     sections = re.findall(r"(?m)^ *# ---- (\w+).* -+$", text(name))
-    assert sorted(sections) == sorted(SECTIONS), "a script has these ruled sections, which tests look for"
+    assert sorted(sections) == sorted(SECTIONS), (
+        f"give it the ruled sections {SECTIONS}, which tests look for"
+    )
     lines, nodes = text(name).splitlines(), list(ast.walk(ast.parse(text(name))))
     long = [number for number, line in enumerate(lines, 1) if len(line) > 110]
     assert not long, f"break lines {long} in two: they have more than 110 columns"
     run = copy_shared.section(text(name), "Run").strip().splitlines()
-    assert len(run) <= 50, f"Run has {len(run)} lines: the tests allow 50, as each script has them"
+    assert len(run) <= 50, f"take {len(run) - 50} lines out of Run: each script has them"
     classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.bases]
     first = min(node.lineno for node in classes if ast.unparse(node.bases[0]) == "nn.Module")
     assert first < (180 if name in SIBLINGS else 150), f"shorten what stands above line {first}, a network"
@@ -67,11 +59,10 @@ def test_a_script_is_read_in_one_sitting(name):
 
 @every
 def test_plumbing_only_gets_less(name):
-    now, allowed = (
-        budget.plumbing(conftest.LEANRL / f"{name}.py"),
-        json.loads(budget.BUDGET.read_text())[name],
-    )
-    told = "take something else out, or, after taking out, run python tests/budget.py to lower it"
+    now = budget.plumbing(conftest.LEANRL / f"{name}.py")
+    noted = json.loads(budget.BUDGET.read_text())
+    allowed = noted.get(name) or [*map(max, *noted.values())]  # of a new script: as the longest
+    told = f"take something else out, or, if it is worth that to you, write {now} into tests/budget.json"
     for what, number, most in zip(("tokens", "lines"), now, allowed, strict=True):
         assert number <= most, f"{name}.py has {number} {what} of plumbing, {most} are allowed: {told}"
 
@@ -79,7 +70,7 @@ def test_plumbing_only_gets_less(name):
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_the_diff_is_short_and_every_hunk_has_a_tag_that_is_explained(name):
     kind = "fast" if name in TWINS else "ranks"
-    most = 300 if name in MEMORY else 220  # 270 are aimed at: the recurrence is another one
+    most = 300 if name in conftest.MEMORY else 220  # 270 are aimed at: the recurrence is another one
     files = [ROOT / "leanrl" / f"{file}.py" for file in (SIBLINGS[name], name)]
     diff = subprocess.run(["diff", *files], capture_output=True, text=True).stdout
     changed = len(re.findall("(?m)^[<>]", diff))
@@ -112,7 +103,8 @@ def test_imports_exist_on_every_operating_system_and_metadata_equal_the_requirem
 
     block = re.search(r"^# /// script\n(.*?)# ///\n", text(name), flags=re.DOTALL | re.MULTILINE)[1]
     allowed = by_name(tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))["dependencies"])
-    worlds = ["envpool"] if "envpool" in imported else []
+    in_pool = algorithm(name).env_id.startswith(POOL)
+    worlds = ["envpool"] if in_pool or "envpool" in imported else []
     worlds += {"continuous": ["mujoco"], "discrete": ["classic_control"]}.get(algorithm(name).actions, [])
     files = [ROOT / "requirements" / f"{file}.txt" for file in ("requirements", *worlds)]
     # gymnasium with an extra takes the place of gymnasium.
@@ -155,10 +147,8 @@ CASES += [("ppo_continuous_action", (), "nn.Tanh(),", "nn.ReLU(),")]
 def train(case: tuple, twin: str = "", *flags) -> dict:
     """Train in a case, on the batches of a twin."""
     name, options, *passages = case
-    run, args = (
-        conftest.play if name in ATARI else conftest.run,
-        ARGS[name in ON_POLICY, algorithm(name).actions],
-    )
+    run = conftest.play if name in ATARI else conftest.run
+    args = ARGS[name in ON_POLICY, algorithm(name).actions]
     with changed(name + twin, *passages), nullcontext() if twin else conftest.draws_of_a_twin(name):
         return run(name + twin, *args, *options, *flags)
 
@@ -199,10 +189,8 @@ def test_eager_twin_and_compiled_twin_compute_the_same(case):
         # No tensor holds more than what it was computed from: else memory would grow without end.
         modules = [item for item in result["state"].values() if isinstance(item, nn.Module)]
         tensors = [tensor for module in modules for tensor in module.state_dict(keep_vars=True).values()]
-        tensors += [
-            *result["losses"].values(),
-            *(result[name] for name in ("buffer", "batch") if name in result),
-        ]
+        tensors += result["losses"].values()
+        tensors += [result[name] for name in ("buffer", "batch") if name in result]
         histories = [tensor.grad_fn.next_functions for tensor in tensors if tensor.grad_fn]
         before = {earlier.name() for history in histories for earlier, _ in history if earlier}
         assert before <= {"torch::autograd::AccumulateGrad"}
