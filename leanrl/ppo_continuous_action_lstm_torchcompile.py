@@ -124,7 +124,8 @@ def make_env(args: Args, videos: Path | None) -> gym.Env:
     env = gym.make(args.env_id, **args.env_kwargs, **({"render_mode": "rgb_array"} if videos else {}))
     if videos:
         env = gym.wrappers.RecordVideo(env, str(videos), lambda episode: episode == 0, disable_logger=True)
-    return gym.wrappers.FlattenObservation(env)
+    flat = gym.spaces.flatten_space(env.observation_space)
+    return env if env.observation_space == flat else gym.wrappers.FlattenObservation(env)
 
 
 def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEnv:
