@@ -145,7 +145,7 @@ class Envs(SyncVectorEnv):
 
     def _add_info(self, infos: dict, info: dict, index: int) -> dict:
         if "final_obs" in info:
-            infos.setdefault("final_obs", {})[index] = info["final_obs"]
+            infos.setdefault("final_obs", {})[index] = np.array(info["final_obs"])  # a copy: it may be reused
         return infos
 
 

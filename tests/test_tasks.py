@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import DISCRETE, DQN, OFF_POLICY, SAVED, SHORT, changed, checkpoint, evaluation, run, world
+from conftest import DISCRETE, OFF_POLICY, SAVED, SHORT, changed, checkpoint, evaluation, run, world
 from torch import nn
 
 from benchmark.no_velocity import POSITIONS
@@ -29,7 +29,7 @@ def test_observations_of_parts_are_flattened(name):
     assert result["envs"].observation_space.shape == (2, gym.spaces.flatdim(space)) == (2, 11)
     assert np.isfinite(result["eval_returns"]).all() and len(result["eval_returns"]) == 4
     if name in OFF_POLICY:  # what is "seen", "at", of three choices and two bits, and "of", of two choices
-        rows = result["buffer"][:300, 3 if name in DQN else 0 :].numpy()
+        rows = result["buffer"][:300].numpy()
         step = rows[:, 2].astype(int)
         assert np.array_equal(rows[:, 4:7], np.eye(3)[step % 3])
         assert np.array_equal(rows[:, 7:9], np.stack([step % 2, np.ones(300)], axis=1))
