@@ -637,7 +637,7 @@ if __name__ == "__main__":
                 update_moments(rewards, done, final_obs, next_obs)
                 final_obs = obs_moments.standardise(final_obs)
                 store(obs, actions, rewards, terminated, done, final_obs)
-                obs = obs_moments.standardise(next_obs).astype(np.float32)
+                obs = (obs_moments.standardise(next_obs) if done.any() else final_obs).astype(np.float32)
 
             scale_rewards()
             buffer.copy_(torch.from_numpy(rollout), non_blocking=True)  # log_losses waits for it
