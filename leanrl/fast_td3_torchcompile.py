@@ -97,7 +97,7 @@ class Args:
     env_id: str = "pool:EnvPool/CheetahRun-v1"  # the environment: any with bounded vectors as actions
     env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # further arguments of the environment
     total_timesteps: PositiveInt = 5_000_000  # agent steps in all, over all environments
-    privileged_dim: NonNegativeInt = 0  # so many numbers, the first of an observation, only critics see
+    privileged_dim: NonNegativeInt = 0  # the first so many numbers of obs are for the critics alone
     num_envs: PositiveInt = 64  # the number of parallel environments
     buffer_size: PositiveInt = 1_000_000  # transitions that the replay buffer holds, over all environments
     gamma: Fraction = 0.99  # the discount factor
