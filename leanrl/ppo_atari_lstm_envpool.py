@@ -206,46 +206,27 @@ def split(rows: Tensor, columns: dict[str, int]) -> dict[str, Tensor]:
     return dict(zip(columns, rows.split([*columns.values()], dim=-1), strict=True))
 
 
-def with_resets(x: Tensor, keep: Tensor, hidden_dim: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Of the steps x, (T, n, i), sequences that empty a memory by themselves, for one call of PyTorch's LSTM.
-
-    Before the first step of an episode comes one that only empties the memory. Steps at the end, that only
-    hold the cell state, make the sequences equally long: (L, n, i + 2), with a column that marks each kind.
-    Returns the weights of these columns, too, (4 * hidden_dim, 2), by which gates are 0 or 1 to the bit, and
-    where in the sequences the steps of x are.
-    """
-    first, (steps, n, _) = keep[..., 0] == 0, x.shape
-    places = torch.arange(steps, device=x.device)[:, None] + first.cumsum(dim=0)
-    # On a CPU as long as needed. To ask a GPU for that would be to wait for it.
-    length = int(places.max()) + 1 if x.device.type == "cpu" else 2 * steps
-    hold = torch.arange(length, device=x.device)[:, None] > places[-1]
-    places = places, torch.arange(n, device=x.device).expand(steps, n)
-    reset = torch.ones_like(hold).index_put(places, torch.zeros_like(first)) & ~hold
-    longer = x.new_zeros(length, *x.shape[1:]).index_put(places, x)
-    longer = torch.cat([longer, torch.stack([reset, hold], dim=-1)], dim=-1)
-    # Input gate, forget gate, what is given to the cell, output gate.
-    closed, zeros = x.new_full((hidden_dim, 1), -1e4), x.new_zeros(2 * hidden_dim, 1)
-    weights = [torch.cat([closed, closed, zeros]), torch.cat([closed, -closed, zeros])]
-    return longer, torch.cat(weights, dim=1), places
+def later_beginnings(keep: Tensor) -> list[int]:
+    """The steps but the first one in which an episode begins in any environment."""
+    lowest = keep[1:].amin(dim=(1, 2)).cpu()  # sync
+    return [step for step, kept in enumerate(lowest.tolist(), start=1) if kept == 0]
 
 
 def recurrence(
     x: Tensor, keep: Tensor, memory: Tensor, by_input: Tensor, by_hidden: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Hidden states, (T, n, h), and last memory, (n, 2h), by the weights of `LSTM`."""
+    weights, hiddens = [by_input, by_hidden, bias, torch.zeros_like(bias)], []
+    begins = later_beginnings(keep) if len(x) > 1 else []
     with torch.autocast(x.device.type, enabled=False):  # in float32: it takes many steps
-        memory = torch.where(keep[0] > 0, memory, 0)
         state = [part[None].contiguous() for part in memory.chunk(2, dim=-1)]
-        if len(x) == 1:
-            places = slice(None)
-        else:
-            x, closed, places = with_resets(x, keep, by_hidden.shape[1])
-            by_input = torch.cat([by_input, closed], dim=1)
-        weights = [by_input, by_hidden, bias, torch.zeros_like(bias)]
-        # As nn.LSTM calls it: with biases, one layer, no dropout, training, one direction, steps come first.
-        hiddens, _, cell = torch.lstm(x, state, weights, True, 1, 0.0, True, False, False)
-        hiddens = hiddens[places]
-        return hiddens, torch.cat([hiddens[-1], cell[0]], dim=-1)
+        # All steps up to the next beginning at once, as nn.LSTM calls it.
+        for steps, kept in zip(x.tensor_split(begins), keep.tensor_split(begins), strict=True):
+            state = [torch.where(kept[:1] > 0, part, 0) for part in state]
+            # With biases, one layer, no dropout, training, one direction, steps come first.
+            hidden, *state = torch.lstm(steps, state, weights, True, 1, 0.0, True, False, False)
+            hiddens.append(hidden)
+        return torch.cat(hiddens), torch.cat(state, dim=-1)[0]
 
 
 # ---- Run ---------------------------------------------------------------------------------------------------

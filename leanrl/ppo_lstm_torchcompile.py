@@ -239,13 +239,14 @@ def lstm(gates: Tensor, keep: Tensor, memory: Tensor, weight: Tensor) -> list[Te
     gates = gates.clone(memory_format=torch.contiguous_format)
     hiddens = gates.new_empty(*gates.shape[:-1], width)
     cells = torch.empty_like(hiddens)
-    for t in range(len(gates)):
-        hidden, cell = torch.where(keep[t] > 0, hidden, 0), torch.where(keep[t] > 0, cell, 0)
-        gate = gates[t].baddbmm_(hidden, weight.mT)  # in place: in float32 under autocast, too
-        gate[..., : 2 * width].sigmoid_()
-        i, f, g, o = gate.chunk(4, dim=-1)
-        cell = torch.mul(f, cell, out=cells[t]).addcmul_(i, g.tanh_())
-        hidden = torch.mul(o.sigmoid_(), cell.tanh(), out=hiddens[t])
+    # Views of all steps at once: to index each would take as long as to compute it.
+    steps = keep == 0, gates, gates[..., : 2 * width], *gates.chunk(4, dim=-1), hiddens, cells
+    for begins, gate, sigmoids, i, f, g, o, to_hidden, to_cell in zip(*steps, strict=True):
+        hidden, cell = hidden.masked_fill(begins, 0), cell.masked_fill(begins, 0)
+        gate.baddbmm_(hidden, weight.mT)  # in place: in float32 under autocast, too
+        sigmoids.sigmoid_()
+        cell = torch.mul(f, cell, out=to_cell).addcmul_(i, g.tanh_())
+        hidden = torch.mul(o.sigmoid_(), cell.tanh(), out=to_hidden)
     return [hiddens, cell.clone(), cells, gates]
 
 
@@ -308,7 +309,8 @@ def recurrence(
         return hiddens[:, 0], memory[0]
     # [fast: recurrence as one operation] Of k LSTMs: x is (T, k, n, i), memory and weights begin with k.
     gates = torch.einsum("tkni,kgi->tkng", x, by_input) + bias[:, None]
-    hiddens, cell, *_ = torch.ops.leanrl.lstm(gates, keep, memory, by_hidden)
+    acting = len(x) == 1 and not torch.is_grad_enabled()  # one step is compiled with the rest
+    hiddens, cell, *_ = (lstm if acting else torch.ops.leanrl.lstm)(gates, keep, memory, by_hidden)
     return hiddens, torch.cat([hiddens[-1], cell], dim=-1)
 
 
