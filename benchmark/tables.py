@@ -1,6 +1,5 @@
 """What all tables and plots are made with: lines by their keys, medians and ratios, machines, panels."""
 
-import itertools
 import statistics
 import textwrap
 from collections.abc import Callable
@@ -73,12 +72,6 @@ def fastest(modes: dict[str, list[dict]], among: tuple[str, ...]) -> list[dict] 
 def agents(line: dict) -> int:
     """How many agents a run has trained: of results on record several."""
     return len(line["seeds"]) if "seeds" in line else 1
-
-
-def of_agents(runs: list[dict], key: str) -> list[float]:
-    """A figure of each agent of these runs that has it."""
-    values = (value if isinstance(value, list) else [value] for value in (line[key] for line in runs))
-    return [value for value in itertools.chain.from_iterable(values) if value is not None]
 
 
 def name_of(mode: str, runs: list[dict]) -> str:

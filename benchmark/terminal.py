@@ -3,11 +3,8 @@
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NoReturn
-
-from benchmark import records
 
 _path = Path(sys.argv[0])
 PROGRAM = _path.parent.name if _path.stem == "__main__" else _path.stem  # as it was called
@@ -30,25 +27,13 @@ def say(message: str, passing: bool = False) -> None:
         sys.stderr = open(os.devnull, "w")
 
 
-def check_names(option: str, given: Collection[str], known: Collection[str]) -> None:
-    """Refuse an option that names what there is not."""
-    if unknown := [name for name in given if name not in known]:
-        refuse(f"--{option} takes {', '.join(known)}; got {' '.join(unknown)}")
-
-
 def check_interpreter(option: str, path: Path | None) -> None:
     """Refuse an option that names what is no interpreter."""
     if path and not (path.is_file() and os.access(path, os.X_OK)):
         refuse(f"--{option} takes a Python interpreter, got {path}")
 
 
-def lines_of_output(path: Path | None, check: Callable[[object], None]) -> list[dict]:
-    """The lines of the file of --output, if it exists. Refuses one that cannot hold results."""
-    if path is None:
-        return []
-    if not os.access(path.absolute().parent, os.W_OK):
+def check_output(path: Path | None) -> None:
+    """Refuse a file of --output that cannot be written, before anything is measured."""
+    if path and not os.access(path.absolute().parent, os.W_OK):
         refuse(f"--output takes a file in a folder that can be written to, got {path}")
-    try:
-        return records.read(path, check) if path.exists() else []
-    except (records.ResultsError, OSError) as error:
-        refuse(f"--output takes a file of results of this program: {error}")

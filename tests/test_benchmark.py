@@ -22,8 +22,8 @@ from torch.autograd import DeviceType
 from benchmark import curve, machine, profile_run, records, terminal
 from benchmark.collection import COLLECTION
 from benchmark.report import __main__ as report
-from benchmark.report import learning, plots, speed
-from benchmark.studies import cuda_code, environments
+from benchmark.report import plots, speed
+from benchmark.studies import cuda_code
 from benchmark.sweep import process
 
 NAMES = sorted(path.stem for path in LEANRL.glob("*.py") if path.stem != "pool")
@@ -40,46 +40,32 @@ def test_tables_are_those_of_the_results():
         assert report.render(path.read_text()) == path.read_text(), path
 
 
-def test_a_table_of_results_that_are_not_there_is_absent():
-    text = "before\n<!-- table: speed none.jsonl -->\nold\n<!-- end -->\nafter"
-    assert report.render(text) == "before\n<!-- table: speed none.jsonl -->\n<!-- end -->\nafter"
-    with pytest.raises(records.ResultsError, match="no table of kind sped"):
-        report.render("<!-- table: sped cpu.jsonl -->\n<!-- end -->")
-
-
 STUDY = """
-from benchmark import records, tables
+from benchmark import records
 
-class Line(records.Timing):
-    answer: int
-
-check = records.check_of(Line)
+check = records.check_of(records.Timing)
 
 def table(lines):
     return f"{len(lines)} line: {lines[0]['answer']}"
-
-def plot(lines, curves):
-    return tables.panels(1, "The answer")[0]
 """
 
 
 def test_a_study_is_one_file_and_a_line_of_a_page_and_no_table_needs_pytorch(tmp_path):
-    # Nor does it need what runs sweeps.
+    # Nor does it need what runs sweeps. Where there are no results there is no table.
     shutil.copytree(ROOT / "benchmark", tmp_path / "benchmark", ignore=shutil.ignore_patterns("sweep"))
     (tmp_path / "docs").mkdir()
     (tmp_path / "benchmark" / "studies" / "new.py").write_text(STUDY)
     (tmp_path / "torch.py").write_text("raise ImportError('no PyTorch')")
-    about = line("eager", None, answer=42)
-    records.replace(tmp_path / "benchmark" / "results" / "new.jsonl", [about], lambda line: None)
-    page, content = tmp_path / "README.md", "![plot](docs/plots/new-new.png)\n"
-    for kind in ("new", "environments", "go1", "roofline", "small_networks"):
-        content += f"<!-- table: {kind} {kind}.jsonl -->\n<!-- end -->\n"
-    page.write_text(content)
+    results = tmp_path / "benchmark" / "results"
+    records.replace(results / "new.jsonl", [line("eager", None, answer=42)], lambda line: None)
+    page, kinds = tmp_path / "README.md", ("new", "environments", "go1", "roofline", "small_networks")
+    (results / "roofline.jsonl").unlink()
+    page.write_text("".join(f"<!-- table: {kind} {kind}.jsonl -->\nold\n<!-- end -->\n" for kind in kinds))
     subprocess.run([sys.executable, "-m", "benchmark.report"], cwd=tmp_path, check=True)
-    assert "<!-- table: new new.jsonl -->\n\n1 line: 42\n\n<!-- end -->" in page.read_text()
-    others = page.read_text().split("<!-- table: ")[2:]
-    assert len(others) == 4 and all("\n| --- |" in other for other in others)
-    assert (tmp_path / "docs" / "plots" / "new-new.png").exists()
+    _, new, *others = page.read_text().split("<!-- table: ")
+    assert new == "new new.jsonl -->\n\n1 line: 42\n\n<!-- end -->\n"
+    assert ["\n| --- |" in other for other in others] == [True, True, False, True]
+    assert "old" not in page.read_text()
 
 
 def line(mode: str, sps: float | None, gpu: str | None = None, **more) -> dict:
@@ -113,37 +99,6 @@ def test_speed_table_gives_median_range_and_ratios():
     assert table.endswith("A CPU, 2 cores; no GPU; python 3.12.1; commit 0123456")
 
 
-def test_a_column_that_is_empty_in_each_row_is_left_out():
-    header, *_, row = (
-        speed.speed_table([line("eager", 100, startup_seconds=None)]).split("\n\n")[0].splitlines()
-    )
-    assert header == "|  | steps/s, median (range) | x eager (by seed) |"
-    assert row == "| sac: LeanRL eager | 100 | 1.00 |"
-
-
-def test_others_with_many_environments_stand_beside_ours():
-    modes = {}
-    for run in environments.published_runs(64):
-        modes.setdefault(run["algorithm"], set()).add(run["mode"])
-    assert modes == {name: {*environments.PEERS, "compile"} for name in environments.SIZES}
-
-
-def test_the_returns_of_a_sweep_are_means_over_seeds():
-    about = {"algorithm": "td3_continuous_action", "steps": 500}
-    lines = [line("eager", 1.0, **about, seed=seed, episodic_return=10.0 * seed) for seed in (1, 2)]
-    assert "success" not in learning.sweep_table(lines)
-    rates = ((1, 0.5, 40.0), (2, None, 45.0), (3, 1.0, 50.0))
-    for seed, rate, value in rates:
-        lines.append(line("both", 1.0, **about, seed=seed, episodic_return=value, success_rate=rate))
-    lines.append(line("ranks", 1.0, **about, episodic_return=None))  # no episode
-    lines.reverse()  # seeds are in order, whatever ended first
-    header, _, both, eager = learning.sweep_table(lines).splitlines()
-    assert header.endswith("| success rate |")
-    title = "| td3_continuous_action, World-v0: LeanRL"
-    assert eager == f"{title} eager | 500 | 2 | 15.0 [10.0, 20.0] | 10.0, 20.0 |  |"
-    assert both.endswith("| 500 | 3 | 45.0 [40.0, 50.0] | 40.0, 45.0, 50.0 | 0.75 |")
-
-
 def test_speed_plot_shows_medians_and_their_ratios():
     speeds = {"eager": (100, 120, 200), "compile": (240, 300, 900)}
     lines = [line(mode, sps) for mode, of_mode in speeds.items() for sps in of_mode]
@@ -166,94 +121,37 @@ def test_machines_are_never_mixed():
     assert all(text in part for text, part in zip(expected, parts, strict=True))
 
 
-def test_figures_of_several_agents_on_record_are_those_of_all():
-    """GPU seconds are those of a million steps that learn, where they take five seconds or more."""
-    lines = [line("both", 700, gpu_busy_seconds=busy) for busy in (4.0, 5.0, 6.0)]
-    lines.append(line("eager", 2100, gpu_busy_seconds=1.0))
-    lines.append(line("seeds_both", 400, gpu_busy_seconds=4.0, seeds=[1, 2, 3, 4]))
-    rows = [
-        row.split(" | ")
-        for row in speed.speed_table([run | {"learning_starts": 2_000} for run in lines]).split("\n")
-    ]
-    busy = {row[0].partition(": ")[2]: row[-1] for row in rows if len(row) > 2}
-    assert busy["LeanRL eager"] == " |" and busy["LeanRL `--compile --cudagraphs`"] == "500 |"
-    assert busy["LeanRL seeds, 4 agents `--compile --cudagraphs`"] == "100 |"
-    [bars] = plots.plot_speed(lines).axes
-    labels = [text.get_text() for text in bars.get_yticklabels()]
-    assert labels == ["seeds, 4 agents --compile --cudagraphs", "--compile --cudagraphs", "eager"]
+def test_gpu_seconds_are_those_of_a_million_steps_that_learn():
+    """Where these take five seconds or more; of several agents, as a run on record has, of all."""
+    half = [line("both", 700, gpu_busy_seconds=busy, learning_starts=2_000) for busy in (4.0, 5.0, 6.0)]
+    short = line("eager", 2100, gpu_busy_seconds=1.0, learning_starts=2_000)
+    of_four = line("both", 400, gpu_busy_seconds=4.8, seeds=[1, 2, 3, 4])
+    assert [speed.busy_per_million(runs) for runs in (half, [short], [of_four])] == [500, None, 100]
 
 
 # ---- Files of results --------------------------------------------------------------------------------------
-RUN = line("eager", None, more="is welcome", seeds=[1, 2])
-RUN |= {"episodic_return": [1.0, None]}
+RUN = line("eager", None, more="is welcome", episodic_return=1.0)
 CURVE = {"format": 1, "sweep": "a", "job": "b", "step": [1, 2], "seconds": [1.0, 2.0]}
 CURVE |= {"episodic_return": [0.0, 1.0], "gpu_seconds": [], "gpu_utilization": []}
-RIGHT = [(records.check_run, RUN), (records.check_curve, CURVE)]
 # What is changed in a right line, and what is told of it.
 WRONG = [
-    (0, {"hardware": {"cpu": "A CPU"}}, "hardware.cores: Field required"),
-    (0, {"more": {"it": [float("-inf")]}}, "has a number that is not finite"),
-    (0, {"episodic_return": [1.0, "high"]}, "episodic_return"),
-    (0, {"status": "failed"}, "reason: Field required"),
-    (0, {"format": 2}, "has format 2, and this version reads format 1"),
-    (1, {"step": [1, "x"]}, "step.1: Input should be a valid integer"),
-    (1, {"seconds": [1.0]}, "has lists of several lengths: step, seconds"),
-    (1, {"gpu_utilization": [0.5]}, "has lists of several lengths: gpu_seconds"),
-    (1, {"eval_step": [1]}, "has lists of several lengths: eval_step, eval_return"),
+    (RUN, {"hardware": {"cpu": "A CPU"}}, "hardware.cores: Field required"),
+    (RUN, {"more": {"it": [float("-inf")]}}, "has a number that is not finite"),
+    (RUN, {"format": 2}, "has format 2, and this version reads format 1"),
+    (CURVE, {"eval_step": [1]}, "has lists of several lengths: eval_step, eval_return"),
 ]
-# Contents of lines that are none.
-BROKEN = {b"[" * 100_000: "recursion", b"12": "is no line of results"}
-BROKEN |= {b"\xff": "'utf-8' codec can't decode byte 0xff", b'{"format": 1, "sw': "Unterminated string"}
-LINES = [(kind, json.dumps(RIGHT[kind][1] | change).encode(), told) for kind, change, told in WRONG]
 
 
-@pytest.mark.parametrize(("kind", "content", "told"), [*LINES, *((0, *broken) for broken in BROKEN.items())])
-def test_a_wrong_line_is_told_in_one_line_or_what_a_write_has_left(tmp_path, kind, content, told):
-    path, (check, right) = tmp_path / "results.jsonl", RIGHT[kind]
+@pytest.mark.parametrize(("right", "change", "told"), WRONG)
+def test_a_wrong_line_is_told_in_one_line_or_what_a_write_has_left(tmp_path, right, change, told):
+    path, check = tmp_path / "results.jsonl", records.check_run if right is RUN else records.check_curve
     records.replace(path, [right], check)
-    whole = path.read_bytes()
-    for end in (b"", b"\n"):  # which an editor may leave out
-        path.write_bytes(whole + content + end)
-        with pytest.raises(records.ResultsError) as refused:
-            records.read(path, check)
-        message = str(refused.value)
-        assert message.startswith(f"{path}, line 2: ") and told in message and "\n" not in message
-    path.write_bytes(whole + content)
+    with path.open("a") as file:
+        file.write(json.dumps(right | change))
+    with pytest.raises(records.ResultsError) as refused:
+        records.read(path, check)
+    assert str(refused.value) == f"{path}, line 2: {told}"
     assert records.read(path, check, growing=True) == [right]
-
-
-def test_what_report_cannot_read_is_told_in_one_line(tmp_path):
-    (tmp_path / "results.jsonl").mkdir()
-    command = [sys.executable, "-m", "benchmark.report", tmp_path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == f"report: error: [Errno 21] Is a directory: '{tmp_path / 'results.jsonl'}'\n"
-    with pytest.raises(records.ResultsError, match="none is not the folder of a sweep"):
-        report.report_folder(tmp_path / "none")
-
-
-def test_a_sweep_tells_its_options(tmp_path, capsys):
-    records.append(tmp_path / "results.jsonl", line("eager", 1.0, steps=500, wall_seconds=2.0))
-    about = {"format": 1, "id": "a", "profile": "quick", "git_commit": None}
-    records.append(tmp_path / "sweep.json", about | {"options": {"num-envs": "64", "double": ""}, "ranks": 2})
-    report.report_folder(tmp_path)
-    assert "\n--options num-envs 64 double \n" in capsys.readouterr().out
-
-
-def test_nothing_but_json_is_written(tmp_path):
-    (path := tmp_path / "results.jsonl").touch()
-    with pytest.raises(ValueError):
-        records.append(path, {"sps": float("nan")})
-    assert not path.read_bytes()
-
-
-def test_what_cannot_be_an_output_is_refused_before_anything_is_measured(tmp_path, capsys):
-    (tmp_path / "page.md").write_text("# A page")
-    for name in ("no/results.jsonl", "page.md"):
-        with pytest.raises(SystemExit, match="2"):
-            terminal.lines_of_output(tmp_path / name, records.check_run)
-        assert ": error: --output takes a file" in capsys.readouterr().err
-    assert terminal.lines_of_output(tmp_path / "new.jsonl", records.check_run) == []
 
 
 # ---- Code for a GPU ----------------------------------------------------------------------------------------
@@ -279,23 +177,14 @@ def test_launches_are_counted_where_the_code_runs():
     assert cuda_code.count(CODE) == (2, extern, {"triton_poi_0": "the source"})
 
 
-# Of SAC the policy and the two halves of a step; PPO acts in NumPy, prepares a rollout, and learns from it.
-@pytest.mark.parametrize(("script", "count"), [("sac_continuous_action", 3), ("ppo_continuous_action", 2)])
-def test_each_kind_of_gradient_step_is_a_graph(monkeypatch, script, count):
+def test_each_kind_of_gradient_step_is_a_graph(monkeypatch):
+    """PPO acts in NumPy, prepares a rollout, and learns from it."""
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    of_ppo = ["--num-steps", "16", "--num-minibatches", "2"]
-    small = of_ppo if COLLECTION[script].on_policy else ["--buffer-size", "256"]
-    graphs = cuda_code.graphs_of(script, "--env-id", "Reacher-v4", *small)
-    assert len({graph.name for graph in graphs}) == len(graphs) == count
+    small = ("--env-id", "Reacher-v4", "--num-steps", "16", "--num-minibatches", "2")
+    graphs = cuda_code.graphs_of("ppo_continuous_action", *small)
+    assert [graph.name for graph in graphs] == ["prepare", "update"]
     cuda_code.move_to_cuda(graphs[1].module)
     assert "device(type='cpu')" not in graphs[1].module.code
-
-
-def test_without_a_build_for_cuda_there_is_one_line(capsys):
-    with patch("torch.version.cuda", None), patch("sys.argv", ["code"]), pytest.raises(SystemExit, match="2"):
-        cuda_code.main()
-    [told] = capsys.readouterr().err.splitlines()
-    assert ": error: needs PyTorch for CUDA" in told
 
 
 # ---- What is measured around a run -------------------------------------------------------------------------
@@ -307,7 +196,7 @@ DRIVER |= {"nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=50)}
 DRIVER |= {"nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(used=3 * 2**20)}
 
 
-@pytest.mark.parametrize("visible", [None, "0,1", "GPU-1", "1", "GPU-2", ""])
+@pytest.mark.parametrize("visible", [None, "0,1", "GPU-1", "1", ""])
 def test_gpu_samples_become_an_area_and_a_peak(monkeypatch, visible):
     monkeypatch.setattr(process, "pynvml", SimpleNamespace(**DRIVER))
     sampler = process.GpuSampler(visible)
@@ -317,11 +206,7 @@ def test_gpu_samples_become_an_area_and_a_peak(monkeypatch, visible):
     whole, without_start_up = sampler.totals(float("inf")), sampler.totals(3.0)
     found = [sampler.name, *whole.values(), without_start_up["gpu_busy_seconds"]]
     assert found == (["A GPU", 2.0, 3.0, 1.5] if visible in (None, "0,1", "GPU-1") else [None] * 4)
-
-
-def test_training_seconds_leave_out_the_start_up():
     assert process.training_seconds({"wall_seconds": 10.0, "startup_seconds": 4.0}) == 6
-    assert process.training_seconds({"wall_seconds": None}) == float("inf")
 
 
 def test_a_curve_leaves_out_the_time_for_which_its_run_was_stopped():
@@ -332,58 +217,42 @@ def test_a_curve_leaves_out_the_time_for_which_its_run_was_stopped():
 def test_groups_end_with_their_last_value_and_average_the_other_column():
     ends, means = curve.grouped(list(range(1, 1001)), list(range(1000)))
     assert (len(ends), ends[0], ends[-1], means[0], means[-1]) == (100, 10, 1000, 4.5, 994.5)
-    assert [column.tolist() for column in curve.grouped([3], [7.0])] == [[3], [7.0]]
     assert [column.tolist() for column in curve.grouped([], [])] == [[], []]
 
 
-def test_the_end_of_a_log_has_the_last_state_of_a_progress_bar(tmp_path):
-    (tmp_path / "log.txt").write_bytes(b"first\n  0%|\r 50%|\r100%|\nTraceback\r\n")
-    assert process.last_lines(tmp_path / "log.txt").splitlines() == ["first", "100%|", "Traceback"]
+def test_the_end_of_a_log_has_the_last_state_of_a_progress_bar_and_what_a_rank_said(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_bytes(b"first\n  0%|\r 50%|\r100%|\nTraceback\r\n")
+    assert process.last_lines(log).splitlines() == ["first", "100%|", "Traceback"]
+    told = "E1128 19:43:21 31 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1)"
+    log.write_text("\n".join(["why", told, *["an account of it"] * 30]))
+    assert process.last_lines(log).splitlines() == ["why", told]
 
 
-def test_the_end_of_a_log_of_ranks_has_what_a_rank_said(tmp_path):
-    rank, log = tmp_path / "rank.py", tmp_path / "log.txt"
-    rank.write_text("raise SystemExit('no such environment')")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", rank]
-    with log.open("w") as stderr:
-        subprocess.run(command, stderr=stderr)
-    said, told = process.last_lines(log).splitlines()
-    assert said == "no such environment" and "failed (exitcode: 1) local_rank: 0" in told
-
-
-@pytest.mark.parametrize("printed", ["", "[" * 100_000, "[1]", '{"sps": 1}\n...'])
+@pytest.mark.parametrize("printed", ["", "[1]", '{"sps": 1}\n...'])
 def test_a_run_that_ends_with_anything_but_an_object_has_printed_no_summary(printed, tmp_path):
     (tmp_path / "stdout.txt").write_text(printed)
     assert process.failure(0, machine.summary_of(tmp_path / "stdout.txt")) == "printed no summary"
 
 
-EPYC = "cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\nstepping\t: 1\n"
-XEON = "cpu family\t: 6\nmodel\t\t: 85\nmodel name\t: Xeon @ 2.20GHz\n"
-CORE = "cpu family\t: 6\nmodel\t\t: 158\nmodel name\t: Intel(R) Core(TM) i7-8700 CPU\n"
-PROCESSORS = {EPYC: "AMD EPYC (family 25, model 17)", XEON: "Xeon @ 2.20GHz (family 6, model 85)"}
-PROCESSORS |= {CORE: "Intel(R) Core(TM) i7-8700 CPU", "processor\t: 0\nmodel name\t: ARM\n": "ARM"}
-PROCESSORS |= {"processor\t: 0\nBogoMIPS\t: 50.00\n": platform.processor()}
-
-
 def test_a_processor_whose_name_says_little_is_told_by_its_family():
-    assert {cpuinfo: machine.processor(cpuinfo) for cpuinfo in PROCESSORS} == PROCESSORS
+    numbers = "cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: "
+    names = {"AMD EPYC": "AMD EPYC (family 25, model 17)", "Core(TM) i7-8700": "Core(TM) i7-8700"}
+    assert {name: machine.processor(f"{numbers}{name}\nstepping\t: 1\n") for name in names} == names
+    assert machine.processor("processor\t: 0\nBogoMIPS\t: 50.00\n") == platform.processor()
 
 
 def test_what_a_run_is_made_with_is_asked_of_its_own_interpreter(tmp_path):
     (tmp_path / "script.py").touch()
     head = make_commit(tmp_path)
-    own = {"envpool": "9.9", "sbx-rl": "0.1"}  # in the environment of the run, and not in this one
-    for package, version in own.items():
-        information = tmp_path / "packages" / f"{package.replace('-', '_')}-{version}.dist-info" / "METADATA"
-        information.parent.mkdir(parents=True)
-        information.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    information = tmp_path / "packages" / "envpool-9.9.dist-info" / "METADATA"  # not of this environment
+    information.parent.mkdir(parents=True)
+    information.write_text("Metadata-Version: 2.1\nName: envpool\nVersion: 9.9\n")
     env = os.environ | {"PYTHONPATH": str(tmp_path / "packages")}
     about = machine.provenance((sys.executable, str(tmp_path / "script.py"), "--seed=1"), env, "A GPU")
-    expected = {"python": platform.python_version(), "torch": metadata.version("torch"), **own}
+    expected = {"python": platform.python_version(), "torch": metadata.version("torch"), "envpool": "9.9"}
     assert about["versions"].items() >= expected.items() and "stable-baselines3" not in about["versions"]
-    cpu, cores, gpu, *_ = about["hardware"].values()
-    assert cpu and (cores, gpu) == (len(os.sched_getaffinity(0)), "A GPU")
-    assert about["git_commit"] == head
+    assert about["hardware"]["gpu"] == "A GPU" and about["git_commit"] == head
     (tmp_path / "script.py").write_text("changed = True")
     assert machine.commit(tmp_path) == f"{head}-dirty"
     lines = [line("eager", 1, git_commit=found) for found in (head, f"{head}-dirty", None)]
@@ -408,10 +277,10 @@ def test_links_lead_somewhere(page):
 
 
 # ---- Other libraries ---------------------------------------------------------------------------------------
-# What CleanRL's scripts ask of gym 0.21 and of Gymnasium 0.29: two environments, cut off after seven steps.
+# What CleanRL's scripts ask of gym 0.21 and of Gymnasium 0.29: environments, cut off after seven steps.
 OF_CLEANRL = """
 from distutils.util import strtobool
-import argparse, gym, gymnasium, numpy as np, torch
+import argparse, time, gym, gymnasium, numpy as np, torch
 from torch.utils.tensorboard import SummaryWriter
 parser = argparse.ArgumentParser()
 for name in ("--env-id", "--seed", "--total-timesteps", "--learning-starts"):
@@ -433,7 +302,9 @@ def of_gymnasium():
 old, envs = gym.vector.SyncVectorEnv([of_gym]), gymnasium.vector.SyncVectorEnv([of_gymnasium] * 2)
 assert old.reset().shape == envs.reset(seed=1)[0][:1].shape
 ended, lengths = [], []
+time.sleep(1)  # its start-up, which does not count
 for step in range(int(args.total_timesteps)):
+    time.sleep(0.01)
     obs, rewards, dones, infos = old.step(np.array([step % 2]))
     assert len(infos) == 1 and dones[0] == ("episode" in infos[0]) == ("terminal_observation" in infos[0])
     ended += [(infos[0]["episode"]["l"], infos[0]["TimeLimit.truncated"])] if dones[0] else []
@@ -442,25 +313,16 @@ for step in range(int(args.total_timesteps)):
         assert not infos["final_observation"][index].any()
         lengths += [infos["final_info"][index]["episode"]["l"]] if index == 0 else []
     writer.add_scalar("charts/SPS", 1, step)
-
-class Life(gymnasium.Wrapper):
-    def step(self, action):
-        obs, reward, terminated, truncated, info = self.env.step(action)
-        return obs, reward, True, truncated, info
-
-lives = gymnasium.vector.SyncVectorEnv([lambda: Life(of_gymnasium())])
-lives.reset(seed=1)
-assert lives.step(np.array([0]))[-1]["final_info"] == [None]
-assert gymnasium.wrappers.GrayScaleObservation and gymnasium.wrappers.FrameStack
 assert ended == [(7, True)] * 2 and lengths == [7, 7]
 """
 # As a script of the original LeanRL logs, with the libraries of its time.
 OF_LEANRL = """
-import importlib.util, sys, time
+import importlib.util, time
 import torch, wandb
 assert torch.get_num_threads() == 3 and importlib.util.find_spec("wandb")
 device = "cpu"
 wandb.init(project="a", name="b", config={}, save_code=True)
+time.sleep(1)  # its start-up
 for step in (100, 200, 300):
     time.sleep(0.2)
     wandb.log({"episode_return": 1.0, "speed": -1.0}, step=step)
@@ -468,14 +330,15 @@ wandb.log({"episode_return": 1.0}, step=10**9)
 """
 # As RLtools, whose loop knows sizes and steps when it is compiled.
 OF_RLTOOLS = """
-import os, time
+import time
 def TD3(env_factory, interface_name, enable_evaluation, **sizes):
     print("MKL found")
-    assert interface_name.isidentifier() and not enable_evaluation and os.environ["MKL_NUM_THREADS"]
+    assert interface_name.isidentifier() and not enable_evaluation
     assert env_factory().action_space.high == 1  # Pendulum-v1 itself has 2
     expected = dict.fromkeys(("ACTOR_HIDDEN_DIM", "CRITIC_HIDDEN_DIM"), 64)
     expected |= dict.fromkeys(("ACTOR_BATCH_SIZE", "CRITIC_BATCH_SIZE"), 32)
     assert sizes == expected | {"N_WARMUP_STEPS": 50, "STEP_LIMIT": 100}
+    time.sleep(1)  # it compiles
     class State:
         def __init__(self, seed):
             self.seed, self.steps = seed, 0
@@ -486,25 +349,25 @@ def TD3(env_factory, interface_name, enable_evaluation, **sizes):
     return type("Module", (), {"State": State})
 """
 OF_MKL = "Metadata-Version: 2.1\nName: mkl\nVersion: 9\n"
-# The program, its arguments, files beside it, and what its summary has; SPS are more than the first number.
+# The program, its arguments, files beside it, and what its summary has: speed is between two numbers.
 PEERS = [
     (
         "cleanrl dqn --cleanrl . --env-id=CartPole-v1 --seed=3 --total-timesteps=20 --threads=3"
         " --learning-starts=5",
         {"cleanrl/dqn.py": OF_CLEANRL},
-        (0, float("inf"), {"script": "cleanrl", "seed": 3, "device": "cpu"}),
+        (25, 100, {"script": "cleanrl", "seed": 3}),
     ),
     (
         "original . dqn_torchcompile --env-id=CartPole-v1 --seed=2 --total-timesteps=300 --threads=3"
         " --compile",
         {"leanrl/dqn_torchcompile.py": OF_LEANRL},
-        (100, 500, {"script": "leanrl", "seed": 2, "device": "cpu"}),
+        (200, 500, {"script": "leanrl", "seed": 2}),
     ),
     (  # 49 steps of a hundredth of a second
         "rl_tools td3_continuous_action --env-id=Pendulum-v1 --seed=2 --total-timesteps=100"
         " --learning-starts=50 --batch-size=32 --width=64",
         {"rltools.py": OF_RLTOOLS, "mkl-9.dist-info/METADATA": OF_MKL},
-        (50, 100, {"script": "rltools", "blas": "MKL 9", "device": "cpu"}),
+        (50, 100, {"script": "rltools", "blas": "MKL 9"}),
     ),
 ]
 
@@ -526,7 +389,7 @@ def test_scripts_of_other_libraries_run_as_they_are_and_are_timed_where_they_lea
 
 
 # ---- Profiles ----------------------------------------------------------------------------------------------
-PROFILED = [("sac_continuous_action", ("--updates-per-step", "0.2")), ("ppo_atari_envpool", ())]
+PROFILED = [("sac_continuous_action", ("--updates-per-step", "0.2"))]
 PROFILED += [("ppo_continuous_action_torchcompile", ("--compile",))]
 
 
@@ -549,7 +412,7 @@ def profile(folder: Path, *args) -> int | str | None:
 
 @pytest.mark.parametrize(("name", "flags"), PROFILED)
 def test_a_profile_tells_where_the_time_goes(name, flags, tmp_path, capsys):
-    to = () if "continuous" in name else ("--trace", tmp_path / "profiles" / "trace.json.gz")
+    to = ("--trace", tmp_path / "profiles" / "trace.json.gz") if "ppo" in name else ()
     assert profile(tmp_path, name, *to, *scripted_world(name), *SHORT[name], *flags, "--no-cuda") == 0
     printed = capsys.readouterr().out
     *tables_, told = printed.split("\n\n")
@@ -562,7 +425,6 @@ def test_a_profile_tells_where_the_time_goes(name, flags, tmp_path, capsys):
     assert set(parts) == known | ({"prepare"} if on_policy else set())
     assert min(parts[part] for part in known - {"waiting for the device"}) > 0
     assert sum(parts.values()) == pytest.approx(100, abs=0.5)
-    assert parts.keys().isdisjoint(operators)
     called = "## Call CompiledFxGraph" if "--compile" in flags else "aten::"
     assert any(operator.startswith(called) for operator in operators)
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
@@ -571,35 +433,21 @@ def test_a_profile_tells_where_the_time_goes(name, flags, tmp_path, capsys):
     assert "total_timesteps" not in printed  # it ends there
 
 
-TRACE = "--trace takes a file that can be written, got /"
+SAC, PPO = "sac_continuous_action", "ppo_continuous_action"
 REFUSED = [
-    (("sac",), f"takes one of: {' '.join(NAMES)}, got sac"),
-    (("sac_continuous_action", "--trace", "/dev/null/trace"), TRACE),
-    (("sac_continuous_action", "--trace", "/"), TRACE),
+    (("sac",), f".py: error: takes one of: {' '.join(NAMES)}, got sac"),
+    ((SAC, "--gamma", "2"), "less than or equal to 1"),  # as the script tells it
 ]
-for name, most, needed in (("sac_continuous_action", 159, 160), ("ppo_continuous_action", 199, 200)):
+for name, most, needed in ((SAC, 159, 160), (PPO, 199, 200)):
     short = (name, *scripted_world(name), *SHORT[name], "--total-timesteps", most, "--no-cuda")
-    REFUSED.append((short, f"a profile takes {needed} agent steps, and this run makes {most}: see --"))
+    REFUSED.append((short, f".py: error: a profile takes {needed} agent steps, and this run makes {most}: "))
 
 
 @pytest.mark.parametrize(("args", "message"), REFUSED)
-def test_why_there_is_no_profile_is_told_in_one_line(tmp_path, capsys, args, message):
+def test_why_there_is_no_profile_is_told(tmp_path, capsys, args, message):
     assert profile(tmp_path, *args) == 2
     output, error = capsys.readouterr()
-    assert f".py: error: {message}" in error.splitlines()[-1]
-    assert not output and "Traceback" not in error
-
-
-def test_what_is_wrong_with_the_arguments_of_a_script_is_told_as_the_script_does(tmp_path, capsys):
-    assert profile(tmp_path, "sac_continuous_action", "--gamma", "2") == 2
-    assert "less than or equal to 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("source", ["while True:\n    break", "while not last:\n    last = 1\n" * 2])
-def test_a_script_without_one_main_loop_is_refused(source, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        profile_run.hooked(source, Path("script"))
-    assert "loops `while not last:`" in capsys.readouterr().err
+    assert message in error and not output and "Traceback" not in error
 
 
 def test_what_runs_on_the_device_and_waits_within_a_part_are_counted_once():
@@ -621,11 +469,10 @@ def test_what_runs_on_the_device_and_waits_within_a_part_are_counted_once():
 
 # ---- run.sh ------------------------------------------------------------------------------------------------
 def test_run_sh_tells_how_to_use_it_and_names_the_scripts():
-    done = subprocess.run([ROOT / "run.sh", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0
-    told = ["sweep --help", "train NAME", "logs to runs/", "profile NAME", "in profiles/", "python [ARGS]"]
-    assert [text for text in [*told, "PYTHON names"] if text not in done.stdout] == []
-    assert not done.stdout.startswith("#")
+    done = subprocess.run([ROOT / "run.sh", "--help"], capture_output=True, text=True, check=True)
+    assert all(
+        text in done.stdout for text in ("sweep --help", "train NAME", "profile NAME", "python [ARGS]")
+    )
     done = subprocess.run([ROOT / "run.sh", "train", "none"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"run.sh: error: train takes one of: {' '.join(NAMES)}, got none\n"
@@ -636,76 +483,37 @@ NOTING = """#!/bin/bash
 echo "$@" >>"$NOTES"
 case "$*" in
   "-m venv "*) mkdir -p "$3/bin" "$3/lib" && cp "$0" "$3/bin/python" ;;
+  "-m pip --version") grep -q "^-m venv" "$NOTES" ;;
   "-m pip "*) for _ in {1..600}; do grep -q Waiting "$TOLD" && break; sleep 0.1; done ;;
+  "-c import tensordict"*) exit 1 ;;
 esac
 """
 
 
 @pytest.mark.skipif(not shutil.which("flock"), reason="needs flock")
-def test_two_first_calls_of_run_sh_install_once(tmp_path):
+def test_run_sh_installs_once_also_what_a_call_that_was_stopped_has_left(tmp_path):
+    """An environment without pip, as Ctrl+C in the first second of the first call leaves it."""
     checkout, python = tmp_path / "checkout", tmp_path / "python"
     checkout.mkdir()
     shutil.copy(ROOT / "run.sh", checkout)
     shutil.copytree(ROOT / "requirements", checkout / "requirements")
     python.write_text(NOTING)
     python.chmod(0o755)
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    shutil.copy(python, checkout / ".venv" / "bin" / "python")
     notes, told = tmp_path / "notes", tmp_path / "told"
     env = os.environ | {"PYTHON": str(python), "NOTES": str(notes), "TOLD": str(told), "MKL_AS_ON_INTEL": "0"}
     with told.open("ab") as stderr:
         start = [checkout / "run.sh", "python"]
         calls = [subprocess.Popen([*start, name], env=env, stderr=stderr) for name in ("a", "b")]
-    assert [call.wait() for call in calls] == [0, 0]
+        assert [call.wait() for call in calls] == [0, 0]
     assert sorted(line.split()[0] for line in told.read_text().splitlines()) == ["Installing", "Waiting"]
-    notes = notes.read_text().splitlines()
-    installed = [sum(note.startswith(what) for note in notes) for what in ("-m venv", "-m pip install")]
-    assert installed == [1, 1] and {*notes[-2:]} == {"a", "b"}
-
-
-def test_run_sh_mends_an_environment_without_pip_and_takes_one_of_the_users_own(tmp_path):
-    """As Ctrl+C in the first second of the first call leaves it."""
-    shutil.copy(ROOT / "run.sh", tmp_path)
-    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
-    venv = tmp_path / ".venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
-    env = os.environ | {"PYTHON": sys.executable, "PIP_NO_INDEX": "1", "MKL_AS_ON_INTEL": "0"}
-    done = subprocess.run([tmp_path / "run.sh", "python"], env=env, capture_output=True, text=True)
-    assert done.returncode == 1 and "No matching distribution found" in done.stderr
-    assert subprocess.run([venv / "bin" / "python", "-m", "pip", "--version"]).returncode == 0
-    own = ["python", "-c", "import sys; print(sys.prefix)"]
-    for prefix, status in ((Path(sys.prefix), 0), (venv, 2)):
-        env["VENV"] = os.path.relpath(prefix, tmp_path)
-        done = subprocess.run(
-            [tmp_path / "run.sh", *own], env=env, cwd=tmp_path, capture_output=True, text=True
-        )
-        assert done.returncode == status
-        told = f"run.sh: error: VENV={env['VENV']} lacks something: {venv}/bin/python -m pip install"
-        assert (done.stdout.strip() == str(prefix)) if status == 0 else done.stderr.startswith(told)
-
-
-PRODUCT = """
-import hashlib, os, torch
-torch.set_num_threads(1)
-a = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
-assert torch.allclose(a @ a, (a.double() @ a.double()).float(), atol=1e-3)
-print(hashlib.sha256((a @ a).numpy()).hexdigest(), os.environ["LD_PRELOAD"])
-"""
-CPUINFO = Path("/proc/cpuinfo")
-AMD = CPUINFO.exists() and "AuthenticAMD" in CPUINFO.read_text()
-ABLE = AMD and shutil.which("cc") and " " not in str(ROOT) and Path(sys.prefix) == ROOT / ".venv"
-
-
-@pytest.mark.skipif(not ABLE, reason="needs an AMD processor, a compiler and the environment of run.sh")
-def test_run_sh_has_mkl_take_other_code_on_amd():
-    """What tells is that it sums in another order, as precisely."""
-    options = {"env": os.environ | {"LD_PRELOAD": "", "CC": "cc -O2"}, "capture_output": True, "check": True}
-
-    def product(*program) -> list[str]:
-        return subprocess.run([*program, "-c", PRODUCT], **options).stdout.decode().split()
-
-    own, preloaded = product(sys.executable), product(ROOT / "run.sh", "python")
-    assert own[0] != preloaded[0]
-    options["env"] |= {"MKL_AS_ON_INTEL": "0"}
-    assert product(ROOT / "run.sh", "python") == own
-    for library, expected in ((preloaded[1], "as on Intel"), ("/no/mkl_as_on_intel.so", None), ("", None)):
-        about = machine.provenance((sys.executable, __file__), os.environ | {"LD_PRELOAD": library}, None)
-        assert about["hardware"].get("mkl") == expected
+    noted = notes.read_text().splitlines()
+    installed = [sum(note.startswith(what) for note in noted) for what in ("-m venv", "-m pip install")]
+    assert installed == [1, 1] and {*noted[-2:]} == {"a", "b"}
+    # An environment of the user's own is taken as it is.
+    env["VENV"] = str(checkout / ".venv")
+    done = subprocess.run([*start, "c"], env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(
+        f"run.sh: error: VENV={env['VENV']} lacks something"
+    )

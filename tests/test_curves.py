@@ -2,7 +2,6 @@
 
 import ast
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,12 +47,15 @@ def test_returns_stand_beside_the_literature():
     first, second, third = table.split("\n")[2:]
     start = f"| {TD3}, HalfCheetah-v4 | 1.00M | 2 | 9500 [9000, 10000] |"
     assert first.startswith(f"{start} 9000, 10000 | 9583 ± 126 |")
-    assert "9637 ± 859, best of a run" in first and "Tianshou 10201 ± 773, best of a run" in first
     assert second.startswith(f"| {TD3}, HalfCheetah-v4 | 1.00M of 3.00M | 1 | 7000 | 7000 | 9583 ± 126, 1M |")
     assert third.startswith(f"| {TD3}, Hopper-v4 | 0.30M of 1.00M | 1 | 500 | 500 | 3135 ± 360 |")
     assert below == [f"On their way: {TD3} HalfCheetah-v4 seed 4 at 0.90M: 1.0.", "A CPU; torch 2"]
     # The README's has what has ended.
     assert learning.returns_table([*runs, longer], short=True).split("\n")[2:] == [f"{start} 9583 ± 126 |"]
+    # A sweep's has what its modes have reached.
+    assert learning.sweep_table([runs[1], runs[2], runs[0]]).split("\n")[2:] == [
+        f"| {TD3}, HalfCheetah-v4: LeanRL `--compile` | 1,000,000 | 2 | 9500 [9000, 10000] | 9000, 10000 |"
+    ]
 
 
 def curve(job: str, last: int = 1_000_000) -> dict:
@@ -66,9 +68,8 @@ def log(runs: Path, seed: int, episodes: int) -> None:
     """What a run leaves that has logged episodes of a thousand steps and a second, and has not ended."""
     runs.mkdir(parents=True)
     (runs / "starts.txt").write_text("0\n")
-    script = f"/somewhere/leanrl/{TD3}_torchcompile.py"
-    command = ["python", script, "--compile", "--env-id=HalfCheetah-v4", f"--seed={seed}"]
-    about = {"command": [*command, "--total-timesteps=1000000"], "versions": {"torch": "1"}}
+    command = ["python", f"/somewhere/leanrl/{TD3}_torchcompile.py", "--compile", "--env-id=HalfCheetah-v4"]
+    about = {"command": [*command, f"--seed={seed}", "--total-timesteps=1000000"], "versions": {"torch": "1"}}
     about |= {"hardware": {"cpu": "Another", "cores": 8, "gpu": "A GPU"}, "git_commit": "abc"}
     (runs / "about.json").write_text(json.dumps(about))
     with SummaryWriter(str(runs / "a_run")) as writer:
@@ -80,13 +81,11 @@ def log(runs: Path, seed: int, episodes: int) -> None:
 
 @pytest.fixture
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Seed 10 ended in three modes, 8 failed, 9 died early and goes on; 13 goes on in modes not taken."""
+    """Seed 10 ended in three modes, 8 failed, 9 died early and goes on."""
     folder = tmp_path / "sweep"
     monkeypatch.setattr(learning, "RESULTS", tmp_path)
     for seed, number, episodes in ((8, 1, 300), (9, 9, 20), (9, 10, 200)):
         log(folder / "jobs" / line(seed, None)["job"] / str(number) / "runs", seed, episodes)
-    for mode in ("tf32", "cleanrl"):
-        log(folder / "jobs" / line(13, None, mode=mode)["job"] / "1" / "runs", 13, 200)
     (folder / "sweep.json").write_text(json.dumps({"id": SWEEP}))
     ended = [line(10, value, mode=mode) for mode, value in (("both", 8e3), ("compile", 9e3), ("eager", 7e3))]
     failed = line(8, 1.0, status="failed", reason="", log="")
@@ -124,39 +123,24 @@ def test_runs_are_taken_over_as_far_as_they_are(sweep):
     assert drawn[0]["step"] == [1, 1_000_000]
 
 
-def test_variants_have_a_table_of_their_own(sweep, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["learning", "--file", "ablation", str(sweep)])
-    with pytest.raises(SystemExit):  # without --variant
-        learning.main()
-    assert not list(learning.RESULTS.glob("*.jsonl"))
+def test_variants_have_a_table_of_their_own(sweep):
     with pytest.raises(records.ResultsError, match="--variant takes runs of one mode, not both, "):
         learning.take_over([sweep], "truncation")
-    [other] = (sweep / "jobs").glob("*-tf32-*")
-    shutil.rmtree(other)
-    lines = records.read(sweep / "results.jsonl")
-    records.replace(learning.RESULTS / "cpu.jsonl", lines)
-    with pytest.raises(records.ResultsError, match="--file takes one with variants only, not cpu"):
-        learning.take_over([sweep], "truncation", "cpu")
-    records.replace(sweep / "results.jsonl", [run for run in lines if run["mode"] not in ("both", "eager")])
-    for variant in ("truncation", "both"):
+    kept = [run for run in records.read(sweep / "results.jsonl") if run["mode"] == "compile"]
+    records.replace(sweep / "results.jsonl", kept)
+    for variant in ("truncation", "none"):
         learning.take_over([sweep], variant)
-    assert not (learning.RESULTS / "learning.jsonl").exists()
-
-    def rows() -> list[str]:
-        table = learning.ablation_table(taken_over("ablation")[0]).split("\n\n")[0]
-        return [row.split(" | ")[0].removeprefix("| HalfCheetah-v4: ") for row in table.split("\n")[2:]]
-
-    assert rows() == ["truncation", "both"]
-    table = learning.ablation_table(taken_over("ablation")[0])
-    assert "HalfCheetah-v4: both | 1.00M | 1 | 9000 | 9000 |" in table  # without what is under way
+    lines, _ = taken_over("ablation")
     records.replace(learning.RESULTS / "learning.jsonl", [line(1, 500.0), line(1, 500.0, "Hopper-v4")])
-    assert rows() == ["default", "truncation", "both"]
-    longer = line(1, 500.0, steps=3_000_000)
-    records.replace(learning.RESULTS / "learning.jsonl", [longer])
-    assert rows() == ["truncation", "both"]
-    other = line(2, 500.0, algorithm="sac_continuous_action", variant="both")
-    records.append(learning.RESULTS / "ablation.jsonl", other)
-    assert {*rows()} == {f"{TD3}, truncation", f"{TD3}, both", "sac_continuous_action, both"}
+    _, _, *rows = learning.ablation_table(lines).split("\n\n")[0].split("\n")
+    # Below the default of as many steps, and without what is under way.
+    reached = {"default": 500, "truncation": 9000, "none": 9000}
+    expected = [
+        f"| HalfCheetah-v4: {name} | 1.00M | 1 | {value} | {value} |" for name, value in reached.items()
+    ]
+    assert rows == expected
+    with pytest.raises(records.ResultsError, match="--file takes one with variants only, not learning"):
+        learning.take_over([sweep], "truncation", "learning")
 
 
 def test_plots_have_a_panel_an_environment():
@@ -164,68 +148,34 @@ def test_plots_have_a_panel_an_environment():
     curves = [curve(run["job"]) for run in runs[:3]]
     axes = learning.plot_returns_of(TD3, runs, curves).axes
     assert [axis.get_title() for axis in axes] == ["HalfCheetah-v4", "Hopper-v4"]
-    shown = [[text.get_text() for text in axis.get_legend().get_texts()] for axis in axes]
-    assert shown == [["LeanRL, 2 seeds", "CleanRL, 1M steps"], ["LeanRL, 1 seed", "CleanRL, 1M steps"]]
-    assert [axis.containers[0][0].get_ydata()[0] for axis in axes] == [9583, 3135]
-    runs.append(line(3, 1.0, steps=3_000_000))  # is under way, and not in the README
-    curves.append(curve(runs[-1]["job"]))
-    overview = learning.plot_overview(runs, curves).axes
-    of_two = plots.plot_returns(runs, curves, "step").axes
-    titles = [f"{TD3}, {task}" for task in ("HalfCheetah-v4, 1,000,000 steps", "Hopper-v4")]
-    assert [axis.get_title() for axis in of_two[:3]] == [*titles, f"{TD3}, HalfCheetah-v4, 3,000,000 steps"]
-    assert [axis.get_title() for axis in overview] == [f"{TD3}, HalfCheetah-v4"]
-    assert learning.plot_returns_of("sac_continuous_action", runs, curves) is None
+    assert [axis.containers[0][0].get_ydata()[0] for axis in axes] == [9583, 3135]  # CleanRL's
+    of_two, overview = plots.plot_returns(runs, curves, "step"), learning.plot_overview(runs, curves)
+    assert [len(figure.axes) for figure in (of_two, overview)] == [2, 1]
 
 
-def test_the_mean_of_what_is_through_is_drawn_beside_single_seeds():
+def test_the_mean_is_that_of_what_is_through_and_of_episodes_that_end_at_one_step():
     _, (axis,) = tables.panels(1, "")
     learning.draw(axis, [curve("0", 1000), curve("1", 980), curve("2", 500), curve("3", 400)])
     assert (len(axis.lines), len(axis.collections)) == (5, 1)
     assert sorted(axis.get_legend_handles_labels()[1]) == ["LeanRL, 2 seeds", "LeanRL, under way"]
-
-
-def test_of_episodes_that_end_at_one_step_the_mean_is_drawn():
-    of_many = curve("0") | {"step": [1, 500_000, 500_000, 1_000_000], "seconds": [1.0, 2.0, 2.0, 3.0]}
-    of_many["episodic_return"] = [0.0, 10.0, 30.0, 40.0]
-    _, (axis,) = tables.panels(1, "")
-    learning.draw(axis, [of_many])
-    assert axis.lines[0].get_ydata().tolist() == [0, 20, 40]
+    of_many = curve("0") | {
+        "step": [1, 500_000, 500_000, 1_000_000],
+        "episodic_return": [0.0, 10.0, 30.0, 40.0],
+    }
     grid, values = plots.on_one_grid([of_many], "step", "episodic_return")
     assert values[0, np.searchsorted(grid, 5e5)] == pytest.approx(20, abs=1)
 
 
-def test_figures_of_cleanrl_are_told_apart_also_if_they_are_equal():
-    _, (axis,) = tables.panels(1, "")
-    learning.mark(axis, "ppo_atari_envpool", "Pong-v5")
-    points = [point for point, *_ in axis.containers]
-    assert [point.get_xdata()[0] for point in points] == [10, 10.25, 10.5]
-    assert [point.get_ydata()[0] for point in points] == [20.45, 20.6, 20.6]
-    assert len({point.get_marker() for point in points}) == 3
-
-
-def test_evaluations_are_drawn_by_steps_beside_training():
-    """Of the seeds that have two or more."""
-    runs = [line(seed, 1.0) for seed in (1, 2, 3, 4)]
-    curves = [curve(run["job"]) for run in runs]
-    curves[0] |= {"eval_step": [250_000, 750_000], "eval_return": [10.0, 30.0]}
-    curves[1] |= {"eval_step": [250_000, 750_000], "eval_return": [20.0, 40.0]}
-    curves[2] |= {"eval_step": [500_000], "eval_return": [50.0]}
-    published = learning.plot_returns_of(TD3, runs, curves)
-    of_sweep, by_time = (plots.plot_returns(runs, curves, key).axes[0] for key in ("step", "seconds"))
-    for axis, last in ((published.axes[0], 0.75), (of_sweep, 750_000)):
-        [drawn] = [found for found in axis.lines if "evaluation of 2 seeds" in found.get_label()]
-        assert drawn.get_ydata()[[0, -1]].tolist() == [15, 35] and drawn.get_linestyle() == "--"
-        assert drawn.get_xdata()[-1] == last
-    assert not any("evaluation" in found.get_label() for found in by_time.lines)
-
-
-def test_modes_that_learn_the_same_share_a_line_and_time_begins_after_start_up():
-    runs = [line(1, 1.0, mode=mode, startup_seconds=40.0) for mode in ("eager", "twin", "compile")]
-    curves = [curve(run["job"]) | {"seconds": [41.0, 45.0 + place]} for place, run in enumerate(runs)]
-    curves[2]["episodic_return"] = [0.0, 2.0]
+def test_evaluations_are_drawn_by_steps_and_time_begins_after_start_up():
+    runs = [line(seed, 1.0, startup_seconds=40.0) for seed in (1, 2, 3)]
+    curves = [curve(run["job"]) | {"seconds": [41.0, 45.0]} for run in runs]
+    for of_seed, value in zip(curves, (10.0, 20.0), strict=False):  # of the third there is none
+        of_seed |= {"eval_step": [250_000, 750_000], "eval_return": [value, 2 * value]}
     by_step, by_time = (plots.plot_returns(runs, curves, key).axes[0] for key in ("step", "seconds"))
-    assert [drawn.get_label() for drawn in by_step.lines] == ["eager = twin, no flag", "--compile"]
-    assert [drawn.get_xdata()[[0, -1]].tolist() for drawn in by_time.lines] == [[1, 5], [1, 6], [1, 7]]
+    _, drawn = by_step.lines
+    assert drawn.get_label() == "--compile, evaluation of 2 seeds"
+    assert drawn.get_ydata()[[0, -1]].tolist() == [15, 30]
+    assert [found.get_xdata()[[0, -1]].tolist() for found in by_time.lines] == [[1, 5]]
 
 
 def test_ablations_fit_the_scripts():
@@ -248,23 +198,7 @@ def test_a_widened_copy_differs_in_its_networks_only(script, tmp_path):
     assert all(old.replace(width, "1024") == new for old, new in changed)
 
 
-def test_sizes_leave_the_gradient_steps_per_agent_step_as_they_are():
-    for point in scaling.measurements(scaling.Args()):
-        given, envs = point.arguments, point.sizes["num_envs"]
-        if COLLECTION[point.script].on_policy:
-            rollout = envs * given["num-steps"]
-            assert rollout == given["num-minibatches"] * point.sizes["batch_size"]
-            assert given["total-timesteps"] % rollout == 0
-            rate = 4 / 256 if "atari" in point.script else 10 / 64
-            assert point.axis == "batch_size" or point.updates_per_step == rate
-        else:
-            # Then the first step that is timed owes as many gradient steps for its agent steps as all do.
-            assert given["learning-starts"] % envs == 0
-            assert given["total-timesteps"] - given["learning-starts"] >= 128
-
-
-@pytest.mark.parametrize("envs", [1, 64])
-@pytest.mark.parametrize("script", [TD3, "dqn"])
+@pytest.mark.parametrize(("script", "envs"), [(TD3, 64), ("dqn", 1)])
 def test_updates_are_counted_as_they_are(script, envs, tmp_path):
     point = scaling.Measurement(script, "compile", "num_envs", envs)
     given = point.arguments | {"batch-size": 8, "total-timesteps": 640}
@@ -285,51 +219,27 @@ def test_libraries_get_the_sizes_of_ours(tmp_path):
         assert {"--num-envs=64", "--num-steps=32"} | sizes <= given
 
 
-def test_runs_are_timed_once_and_again_at_another_commit(tmp_path, monkeypatch, capsys):
-    """And those that fail are told of and left out."""
-    output, now = tmp_path / "runs.jsonl", {"git_commit": "abc", **MACHINE}
-    monkeypatch.setattr(timing, "provenance", lambda *_: now)
-    program = "import sys; open(sys.argv[2], 'a').write(sys.argv[1]); "
-    program += "print('{\"sps\": %s}' % (sys.argv[1] + '00'))"
+def test_runs_are_timed_and_those_that_fail_are_told_of_and_left_out(tmp_path, capsys):
+    def points():
+        for program in ("print('{\"sps\": 100}')", "raise SystemExit('no more')", "print('{\"sps\": 300}')"):
+            command = [sys.executable, "-c", program]
+            yield timing.Point({"program": program}, lambda _, command=command: command)
 
-    def points(*values: int):
-        for value in values:
-            command = [sys.executable, "-c", program, value, tmp_path / "timed"]
-            yield timing.Point({"value": value}, lambda _, command=command: command)
-
-    def time_runs(*values: int) -> tuple[list, int]:
-        lines, status = timing.time_runs(points(*values), output, records.check_of(records.Timing))
-        return [(found["value"], found["sps"]) for found in lines], status
-
-    assert time_runs(1, 2) == ([(1, 100), (2, 200)], 0)
-    assert time_runs(3, 1) == ([(3, 300), (1, 100)], 0)
-    assert (tmp_path / "timed").read_text() == "123"
-    assert [found["value"] for found in records.read(output, lambda _: None)] == [1, 2, 3]
-    now["git_commit"] = "abc-dirty"
-    program = program.replace("'00'", "'01'")
-    assert time_runs(2, 1) == ([(2, 201), (1, 101)], 0)
-    assert [found["sps"] for found in records.read(output, lambda _: None)] == [101, 201, 300]
-    program = "raise SystemExit('no more')"
-    assert time_runs(1) == ([], 1) and "no more" in capsys.readouterr().err
+    lines, status = timing.time_runs(points(), tmp_path / "runs.jsonl", records.check_of(records.Timing))
+    assert status == 1 and "no more" in capsys.readouterr().err
+    assert [found["sps"] for found in lines] == [100, 300]
+    assert records.read(tmp_path / "runs.jsonl", lambda _: None) == lines
 
 
 def test_the_plot_of_sizes_shows_from_where_another_resource_binds():
-    def point(axis: str, value: int, rate: float, mode: str = "compile") -> dict:
-        about = {"script": TD3, "mode": mode, "axis": axis, "value": value, "status": "ok"}
-        return about | {"sps": rate, "updates_per_second": rate, "peak_memory_mb": 500.0} | MACHINE
+    def costs(axis: str, rates: dict[int, float]) -> list[dict]:
+        about = {"axis": axis, "script": TD3, "mode": "compile"}
+        return [about | {"value": size, "sps": x, "updates_per_second": x} for size, x in rates.items()]
 
-    batches = [point("batch_size", *pair) for pair in ((64, 200), (256, 190), (1024, 100), (4096, 26))]
-    widths = [point("width", *pair) for pair in ((64, 300), (256, 200), (1024, 20))]
-    envs = [point("num_envs", value, 1000 * value) for value in (1, 4, 16)]  # twice as many cost nothing more
-    figure = scaling.plot([*batches, point("batch_size", 256, 95, mode="sbx"), *widths, *envs], [])
-    of_envs, of_batches, of_widths, _ = figure.axes
-    assert [axis.get_xlabel() for axis in figure.axes[:3]] == ["environments", "batch", "width"]
+    batches = costs("batch_size", {64: 200, 256: 190, 1024: 100, 4096: 26})
     # A row costs 78, 21, 9.8 and 9.4 us: from 1024 on a batch costs what its rows cost.
-    assert of_batches.lines[0].get_ydata().round(1).tolist() == [78.1, 20.6, 9.8, 9.4]
-    filled = [[line.get_xdata() for line in axis.lines if line.get_zorder() == 3] for axis in figure.axes]
-    assert filled == [[], [[1024]], [[1024]], []]
-    assert [len(axis.lines) for axis in (of_envs, of_batches, of_widths)] == [1, 3, 2]
-    # Of a study under way: what there is, with all of it in the legend.
-    figure = scaling.plot([*widths, *(other | {"script": "dqn"} for other in batches)], [])
-    assert [axis.axison for axis in figure.axes] == [False, True, True, False]
-    assert [text.get_text() for text in figure.axes[-1].get_legend().get_texts()] == ["dqn", TD3]
+    assert [round(scaling.unit_cost(found), 1) for found in batches] == [78.1, 20.6, 9.8, 9.4]
+    assert scaling.binding(batches)["value"] == 1024
+    assert scaling.binding(costs("width", {64: 300, 256: 200, 1024: 20}))["value"] == 1024
+    # Twice as many environments cost nothing more.
+    assert scaling.binding(costs("num_envs", {1: 1000, 4: 4000, 16: 16000})) is None

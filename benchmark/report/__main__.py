@@ -18,7 +18,6 @@ from pathlib import Path
 
 from benchmark import RESULTS, ROOT, records
 from benchmark.collection import COLLECTION
-from benchmark.machine import step_of
 from benchmark.report import learning, plots, speed
 from benchmark.studies import environments
 from benchmark.tables import machines, timed
@@ -111,10 +110,6 @@ def report_folder(folder: Path) -> bool:
         print(f"\n{learning.sweep_table(lines)}")
     for options in (one["options"] for one in described if one.get("options")):
         print(f"\n--options {' '.join(f'{name} {value}' for name, value in options.items())}")
-    ended = {line["job"] for line in lines if line["status"] == "ok"}
-    saved = {path.parents[3].name: path for path in (folder / "jobs").glob("*/*/runs/*/checkpoint.pt")}
-    for name in sorted(saved.keys() - ended):
-        print(f"\nnot at its end: {name}: checkpoint at step {step_of(saved[name]):,}")
     for line in lines:
         if line["status"] == "failed":
             print(f"\nfailed: {line['job']}: {line['reason']}")

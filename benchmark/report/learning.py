@@ -148,12 +148,9 @@ def sweep_table(lines: list[dict]) -> str:
     rows, groups = [], by(trained(lines), "algorithm", "env_id", "steps", "mode")
     for (name, env_id, asked, mode), runs in groups.items():
         runs.sort(key=lambda run: run["seed"])
-        # Scripts do not tell it by themselves: a copy may, and those of 0.2 did.
-        rates = [run["success_rate"] for run in runs if run.get("success_rate") is not None]
-        rate = f"{statistics.mean(rates):.2f}" if rates else ""
-        cells = [f"{asked:,}", str(len(runs)), reached(runs), by_seed(runs), rate]
+        cells = [f"{asked:,}", str(len(runs)), reached(runs), by_seed(runs)]
         rows.append([f"{name}, {env_id}: {name_of(mode, runs)}", *cells])
-    header = ["", "steps", "seeds", "return, last 100 episodes [95 % interval]", "by seed", "success rate"]
+    header = ["", "steps", "seeds", "return, last 100 episodes [95 % interval]", "by seed"]
     return markdown(header, rows)
 
 

@@ -27,7 +27,7 @@ from functools import partial
 from io import StringIO
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -47,7 +47,7 @@ from torch.utils._triton import has_triton
 from benchmark import LEANRL
 from benchmark.collection import COLLECTION
 from benchmark.profile_run import hooked
-from benchmark.terminal import check_names, refuse
+from benchmark.terminal import refuse
 
 SCRIPTS = {name: f"{name}_torchcompile" for name in COLLECTION}
 SCRIPTS |= {path.stem: path.stem for path in sorted(LEANRL.glob("*_multigpu.py"))}  # one process, alone
@@ -64,7 +64,7 @@ EXTERN = re.compile(r"(?:extern_kernels|aten|torch\.ops\.\w+)\.(\w+)")
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = tuple(SCRIPTS)
+    scripts: tuple[Literal[*SCRIPTS], ...] = tuple(SCRIPTS)
     """eager scripts, whose twins are compiled, and those for several processes"""
 
 
@@ -240,7 +240,6 @@ def measure(graph: Graph) -> tuple[str, bool]:
 
 def main() -> int:
     args = tyro.cli(Args)
-    check_names("scripts", args.scripts, SCRIPTS)
     if torch.version.cuda is None:
         refuse(f"needs PyTorch for CUDA, and this is {torch.__version__}: see the top of this file")
     status, settings = 0, config.save_config()

@@ -5,8 +5,8 @@
 
 Times the twins with --compile on the CPU, with Gymnasium's environments and with pool.py's, and, where there
 is an interpreter with requirements/peers.txt, CleanRL, Stable-Baselines3 and SBX with the same rollouts,
-minibatches and epochs. Everything once, then again, R times. Nothing else may run meanwhile. FILE gets
-a line a run. docs/benchmark.md shows benchmark/results/environments.jsonl.
+minibatches and epochs. Everything once, then again, R times. Nothing else may run meanwhile. FILE is
+written anew, with a line a run. docs/benchmark.md shows benchmark/results/environments.jsonl.
 
 Exit status: 0 all runs are timed, 1 some failed, 2 a bad argument.
 """
@@ -26,7 +26,7 @@ from benchmark.collection import COLLECTION
 from benchmark.modes import MODES
 from benchmark.studies.timing import Args, Point, of_library, options, time_runs
 from benchmark.tables import by, by_machine, fastest, markdown, ratio, speeds
-from benchmark.terminal import check_interpreter, check_names
+from benchmark.terminal import check_interpreter
 
 # Steps of a rollout and rows of a minibatch with n environments: of continuous actions the defaults with one
 # and what docs/ppo_continuous.md advises for 64, else the defaults' minibatches.
@@ -81,7 +81,7 @@ def published_runs(num_envs: int) -> list[dict]:
 
 @dataclass
 class OwnArgs(Args):
-    scripts: tuple[str, ...] = tuple(SIZES)
+    scripts: tuple[Literal[*SIZES], ...] = tuple(SIZES)
     """eager scripts; their twins are timed"""
     num_envs: tuple[int, ...] | None = None
     """numbers of environments, each script's own by default"""
@@ -115,7 +115,6 @@ def points(args: OwnArgs) -> Iterator[Point]:
 
 def main() -> int:
     args = tyro.cli(OwnArgs)
-    check_names("scripts", args.scripts, SIZES)
     check_interpreter("peers", args.peers)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the libraries, too, run on the CPU
     lines, status = time_runs(points(args), args.output, check)

@@ -7,9 +7,8 @@ Times each twin with --compile along one axis at a time, one run a point, and, w
 with requirements/peers.txt, SBX beside it. An agent step has as many gradient steps as by default, but for
 PPO's batches, where a rollout is learnt from as often. Nothing else may run meanwhile; it takes forty minutes
 on two cores. A width other than the script's is that of a copy of it, changed in the section "Networks" (of
-Atari the layer behind the convolutions, of DQN the first). FILE gets a line a point, and started again at the
-same commit, on the same machine, times those that it lacks. docs/benchmark.md shows
-benchmark/results/scaling.jsonl.
+Atari the layer behind the convolutions, of DQN the first). FILE is written anew, with a line a point.
+docs/benchmark.md shows benchmark/results/scaling.jsonl.
 
 Exit status: 0 all points are timed, 1 some runs failed, 2 a bad argument.
 """
@@ -28,7 +27,7 @@ from benchmark import LEANRL, records
 from benchmark.collection import COLLECTION
 from benchmark.studies.timing import Point, of_library, options, time_runs
 from benchmark.tables import by, panels
-from benchmark.terminal import check_interpreter, check_names
+from benchmark.terminal import check_interpreter
 
 VALUES = {"num_envs": (1, 4, 16, 64, 256), "batch_size": (64, 256, 1024, 4096), "width": (64, 256, 1024)}
 # Batch and width of the defaults.
@@ -114,9 +113,6 @@ def plot(lines: list[dict], curves: list[dict]):
     labelled = {}
     for axis, (name, title) in zip(axes, AXES.items(), strict=True):
         along = [line for line in lines if line["axis"] == name]
-        if not along:  # of a study under way
-            axis.axis("off")
-            continue
         draw(axis, along)
         axis.set(xscale="log", yscale="log", xlabel=title, ylabel=f"microseconds per {UNITS[name]}")
         values = [line["value"] for line in along]
@@ -131,14 +127,14 @@ def plot(lines: list[dict], curves: list[dict]):
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = tuple(DEFAULTS)
+    scripts: tuple[Literal[*DEFAULTS], ...] = tuple(DEFAULTS)
     """eager scripts; their twins are timed"""
-    axes: tuple[str, ...] = tuple(VALUES)
-    """num_envs, batch_size, width"""
+    axes: tuple[Literal[*AXES], ...] = tuple(AXES)
+    """the sizes to change"""
     peers: Path | None = None
     """the interpreter of an environment with requirements/peers.txt, for SBX"""
     output: Path | None = None
-    """a file of results to write to"""
+    """a file of results to write anew"""
 
 
 @dataclass(frozen=True)
@@ -224,8 +220,6 @@ def measurements(args: Args) -> Iterator[Measurement]:
 
 def main() -> int:
     args = tyro.cli(Args)
-    for name, known in (("scripts", DEFAULTS), ("axes", VALUES)):
-        check_names(name, getattr(args, name), known)
     check_interpreter("peers", args.peers)
     points = (Point(asdict(m), partial(m.command, args.peers), m.more) for m in measurements(args))
     return time_runs(points, args.output, check)[1]

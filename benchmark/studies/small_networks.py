@@ -6,7 +6,8 @@ Times the twins, without flags and with --compile, on one core, and, where there
 requirements/peers.txt, SBX and RLtools with the same sizes: two layers of 64 units and batches of 32 on
 Pendulum-v1, and the defaults (256 units, batches of 256) on HalfCheetah-v4. Our networks of 64 units are
 those of copies of the twins. Everything once, then again, R times. Nothing else may run meanwhile; it takes
-ten minutes. FILE gets a line a run. docs/benchmark.md shows benchmark/results/small_networks.jsonl.
+ten minutes. FILE is written anew, with a line a run. docs/benchmark.md shows
+benchmark/results/small_networks.jsonl.
 
 Exit status: 0 all runs are timed, 1 some failed, 2 a bad argument.
 """

@@ -11,8 +11,7 @@ from pathlib import Path
 from benchmark import ROOT, records
 from benchmark.machine import mebibytes, provenance, summary_of
 from benchmark.modes import MODES
-from benchmark.tables import machine_of
-from benchmark.terminal import lines_of_output
+from benchmark.terminal import check_output
 
 
 @dataclass
@@ -22,7 +21,7 @@ class Args:
     peers: Path | None = None
     """the interpreter of an environment with requirements/peers.txt"""
     output: Path | None = None
-    """a file of results to write to"""
+    """a file of results to write anew"""
 
 
 @dataclass(frozen=True)
@@ -63,38 +62,23 @@ def run_for_summary(command: list[str], folder: Path) -> tuple[float, float]:
 def time_runs(points: Iterable[Point], output: Path | None, check: Callable) -> tuple[list[dict], int]:
     """Time runs one after the other; gives their lines, and the exit status: 1 where some failed.
 
-    Each line is printed, and put into the file `output`, where it replaces that of the same run. A run whose
-    line there is of this commit and machine is not timed again, nor is a command that is that of another run.
+    Each line is printed. The file `output` is written anew, after each run with all lines so far.
     """
-    lines, status, timed = [], 0, {}
-    recorded = lines_of_output(output, check)
+    lines, status = [], 0
+    check_output(output)
     for point in points:
-        line = next((line for line in recorded if line.items() >= point.about.items()), None)
         with tempfile.TemporaryDirectory() as folder:
-            command = tuple(map(str, point.command(Path(folder))))
-            now = provenance((command[0], __file__), dict(os.environ))
-            if line is None or not is_of(line, now):
-                try:
-                    if command not in timed:
-                        timed[command] = run_for_summary(list(command), Path(folder))
-                except RuntimeError as error:
-                    print(error, file=sys.stderr)
-                    status = 1
-                    continue
-                sps, memory = timed[command]
-                if line is None:
-                    recorded.append(line := {})
-                line.update({"format": records.FORMAT, "status": "ok", **point.about, "sps": sps})
-                line.update(point.more(sps, memory) | now)
-        lines.append(line)
-        print(f"{' '.join(map(str, point.about.values()))}: {line['sps']:.0f} steps/s", flush=True)
+            command = list(map(str, point.command(Path(folder))))
+            made_with = provenance((command[0], __file__), dict(os.environ))
+            try:
+                sps, memory = run_for_summary(command, Path(folder))
+            except RuntimeError as error:
+                print(error, file=sys.stderr)
+                status = 1
+                continue
+        line = {"format": records.FORMAT, "status": "ok", **point.about, "sps": sps}
+        lines.append(line | point.more(sps, memory) | made_with)
+        print(f"{' '.join(map(str, point.about.values()))}: {sps:.0f} steps/s", flush=True)
         if output:
-            records.replace(output, recorded, check)
+            records.replace(output, lines, check)
     return lines, status
-
-
-def is_of(line: dict, now: dict) -> bool:
-    """Whether a line would be measured again as it is; a checkout with changes is never the same."""
-    commit = now["git_commit"]
-    known = commit is not None and not commit.endswith("-dirty")
-    return known and line["git_commit"] == commit and machine_of(line) == machine_of(now)

@@ -29,7 +29,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from benchmark import records
 from benchmark.machine import provenance
 from benchmark.tables import by_machine, markdown
-from benchmark.terminal import lines_of_output
+from benchmark.terminal import check_output
 
 OBS, ACTIONS, BATCH, ROUNDS = 17, 6, 256, 15
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -324,7 +324,7 @@ def figures() -> list[dict]:
 
 def main() -> None:
     args = tyro.cli(Args)
-    lines_of_output(args.output, check)
+    check_output(args.output)
     gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else None
     made_with = provenance((sys.executable, __file__), dict(os.environ), gpu)
     about = {"format": records.FORMAT, "status": "ok"}

@@ -109,14 +109,7 @@ class ThisMachine:
             attempt.state = "" if attempt.process.poll() is None else ENDED
 
     def found(self, folder: Path) -> Attempt | None:
-        """No attempt of an earlier sweep is under way: the lock rules it out, and Slurm's is refused."""
-        if not (note := folder / "slurm_job").exists() or (folder / "outcome.json").exists():
-            return None
-        job, states = note.read_text(), slurm_states()
-        if states is None:
-            refuse(f"--cluster local: squeue does not say whether job {job} has ended; if so, remove {note}")
-        if job in states:
-            refuse(f"--cluster local: Slurm's job {job} is at work in {folder}: --cluster slurm takes it up")
+        """No attempt of an earlier sweep is under way: the lock rules it out."""
         return None
 
     def stop(self, attempts: list[Attempt]) -> None:

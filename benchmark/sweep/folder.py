@@ -1,7 +1,6 @@
 """A sweep's folder: the results in it, and what attempts at its runs have left."""
 
 import fcntl
-import itertools
 import json
 import re
 import time
@@ -55,8 +54,6 @@ def claim(folder: Path, seconds: float = SAVE_SECONDS + 20) -> TextIO:
                 say(f"{folder}: waiting for another sweep, or the runs of one that was killed, to end")
                 told = True
             time.sleep(0.2)
-        except OSError as error:
-            refuse(f"--folder {folder}: its disk has no locks: {error.strerror}")
 
 
 def describe(folder: Path, args: Args) -> str:
@@ -76,17 +73,10 @@ def describe(folder: Path, args: Args) -> str:
         refuse(f"{path} is not the description of one sweep: remove it, and the folder is new")
     for name, value in settings.items():
         if (begun := sweep.get(name, value)) != value:
-            refuse(f"--folder {folder}: has a sweep with --{name} {told(begun)}, not {told(value)}")
+            refuse(f"--folder {folder}: has a sweep with --{name} {begun}, not {value}")
     if sweep["git_commit"] != now:
         say(f"{folder} was begun at commit {sweep['git_commit']}, this is {now}")
     return sweep["id"]
-
-
-def told(value: str | int | dict[str, str]) -> str:
-    """A value of an argument of the sweep, as one types it."""
-    if isinstance(value, dict):
-        return " ".join(filter(None, itertools.chain(*value.items()))) or "none"
-    return str(value)
 
 
 def read_outcome(folder: Path) -> dict | None:

@@ -6,11 +6,12 @@ import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from benchmark import LEANRL, ROOT
 from benchmark.collection import COLLECTION, Algorithm
 from benchmark.modes import CUDA_MODES, LIBRARIES, MODES, ORIGINAL, PAST, PEERS, RANKS
-from benchmark.terminal import check_interpreter, check_names, refuse
+from benchmark.terminal import check_interpreter, refuse
 
 
 @dataclass(frozen=True)
@@ -38,27 +39,19 @@ PROFILES = {
 LEANRL_PYTHON = ROOT / ".venv-leanrl" / "bin" / "python"  # with requirements/leanrl.txt
 # The arguments that name environments, by the actions of the scripts that they are of.
 OF_ACTIONS = {"continuous": "env_ids", "discrete": "discrete_env_ids", "atari": "atari_env_ids"}
-# Arguments of the scripts that a sweep sets itself, and what to use instead.
-OWN = {
-    "env-id": "--env-ids, --discrete-env-ids or --atari-env-ids",
-    "seed": "--seeds",
-    "total-timesteps": "--total-timesteps",
-    "checkpoint-every": "--checkpoint-every",
-    "compile": "--modes",
-    "cudagraphs": "--modes",
-    "cuda": "CUDA_VISIBLE_DEVICES= in front of the command",
-    "resume": "--folder, whose runs go on from their checkpoints",
-    "evaluate": "the script itself, for a sweep trains",
-}
+OFFERED = [mode for mode in MODES if mode not in PAST]
+# Arguments of the scripts that a sweep sets itself.
+OWN = ("env-id", "seed", "total-timesteps", "checkpoint-every", "resume", "evaluate")
+OWN += ("compile", "cudagraphs", "cuda")
 
 
 @dataclass
 class Args:
-    profile: str = "quick"
-    """quick, speed, full, learning or check: steps, and defaults of modes, seeds, environments, time limit"""
-    scripts: tuple[str, ...] = tuple(COLLECTION)
+    profile: Literal[*PROFILES] = "quick"
+    """steps, and defaults of modes, seeds, environments and time limit"""
+    scripts: tuple[Literal[*COLLECTION], ...] = tuple(COLLECTION)
     """eager scripts; the other modes run their siblings"""
-    modes: tuple[str, ...] | None = None
+    modes: tuple[Literal[*OFFERED], ...] | None = None
     """eager, twin (no flag), compile, cudagraphs, both, tf32 (both with --precision tf32), bfloat16 (compile)
     and bfloat16_both; of several processes ranks (compile) and ranks_both; with --peers also cleanrl, sb3,
     sbx, rltools; with --leanrl also leanrl, leanrl_compile and leanrl_both"""
@@ -97,8 +90,8 @@ class Args:
     """how often a run that fails is tried"""
     time_limit: float | None = None
     """minutes after which a run counts as hanging; 10 in quick, 20 in speed, 60 in check, else two days"""
-    cluster: str = "local"
-    """local, or slurm: one array of jobs"""
+    cluster: Literal["local", "slurm"] = "local"
+    """where runs are done: on slurm they are one array of jobs"""
     partition: str | None = None
     """the Slurm partition"""
     gpus_per_job: int = 0
@@ -177,11 +170,6 @@ def option(name: str) -> str:
 
 def check_args(args: Args) -> None:
     """Refuse argument values that cannot work."""
-    named = {"profile": PROFILES, "scripts": COLLECTION, "cluster": ("local", "slurm")}
-    named |= {"modes": [mode for mode in MODES if mode not in PAST]}
-    for name, known in named.items():
-        given = getattr(args, name) or ()
-        check_names(name, (given,) if isinstance(given, str) else given, known)
     from_one = ("workers", "ranks", "runs_per_gpu", "attempts", "total_timesteps", "checkpoint_every")
     least = dict.fromkeys(from_one, 1) | {"time_limit": 0.01, "gpus_per_job": 0, "cores_per_job": 1}
     for name, low in least.items():
@@ -195,12 +183,10 @@ def check_args(args: Args) -> None:
         if getattr(args, name) and kind not in kinds:
             own = " or ".join(option(OF_ACTIONS[kind]) for kind in sorted(kinds))
             refuse(f"{option(name)} fits none of --scripts, which take {own}")
-    flags = {flag.removeprefix("--"): mode for mode in args.modes or () for flag in MODES[mode].flags}
+    flags = {flag.removeprefix("--") for mode in args.modes or () for flag in MODES[mode].flags}
     for name in further_options(args):
-        if instead := OWN.get(name.removeprefix("no-")):
-            refuse(f"--options does not take {name}: use {instead}")
-        if name in flags:
-            refuse(f"--options does not take {name}, which the mode {flags[name]} sets")
+        if name.removeprefix("no-") in {*OWN, *flags}:
+            refuse(f"--options does not take {name}, which the sweep sets: see its own options and modes")
     if args.profile == "check":
         for name in (*OF_ACTIONS.values(), "total_timesteps", "options"):
             if getattr(args, name):
