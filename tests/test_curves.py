@@ -143,16 +143,6 @@ def test_variants_have_a_table_of_their_own(sweep):
         learning.take_over([sweep], "truncation", "learning")
 
 
-def test_plots_have_a_panel_an_environment():
-    runs = [line(1, 9000.0), line(2, 9500.0), line(1, 500.0, "Hopper-v4"), line(2, 1.0, "Walker2d-v4")]
-    curves = [curve(run["job"]) for run in runs[:3]]
-    axes = learning.plot_returns_of(TD3, runs, curves).axes
-    assert [axis.get_title() for axis in axes] == ["HalfCheetah-v4", "Hopper-v4"]
-    assert [axis.containers[0][0].get_ydata()[0] for axis in axes] == [9583, 3135]  # CleanRL's
-    of_two, overview = plots.plot_returns(runs, curves, "step"), learning.plot_overview(runs, curves)
-    assert [len(figure.axes) for figure in (of_two, overview)] == [2, 1]
-
-
 def test_the_mean_is_that_of_what_is_through_and_of_episodes_that_end_at_one_step():
     _, (axis,) = tables.panels(1, "")
     learning.draw(axis, [curve("0", 1000), curve("1", 980), curve("2", 500), curve("3", 400)])
