@@ -54,7 +54,7 @@ if (told := here / str(seed)).exists():
     exec(todo.rstrip("!"))
 folder = Path(options.get("resume", "runs/one"))
 checkpoint = folder / "checkpoint.pt"
-first = int(checkpoint.read_text()) if checkpoint.exists() else 0
+first = int(checkpoint.read_text()) if "resume" in options else 0
 writer = EventFileWriter(str(folder))
 if first:  # events of later steps are of what is lost
     log = SessionLog(status=SessionLog.START)
@@ -316,18 +316,15 @@ def test_peers_have_their_own_scripts_flags_interpreters_and_threads(tmp_path):
     # PyTorch takes all cores, unless it is told what our scripts tell it.
     ours = {name for name in COLLECTION if "set_num_threads(1)" in (LEANRL / f"{name}.py").read_text()}
     for (script, mode), command in found.items():
-        assert ("--seed=3" in command) and ("--threads=1" in command) == (
-            script in ours and mode in LIBRARIES
-        )
+        assert "--seed=3" in command
+        assert ("--threads=1" in command) == (script in ours and mode in LIBRARIES)
     assert {mode for script, mode in found if script in ours} >= {"cleanrl", "sb3", "sbx"}
 
 
 def test_a_run_in_several_processes_is_started_by_torchrun():
     args = selection.Args(modes=("compile", "ranks_both"), seeds=(3,), ranks=4, options={"num_envs": "2"})
-    [(name, command)] = [
-        (name, found) for (name, mode), found in commands(args, "0123").items() if mode == "ranks_both"
-    ]
-    script = LEANRL / f"{name}_multigpu.py"
+    command = commands(args, "0123")["ppo_atari_envpool", "ranks_both"]
+    script = LEANRL / "ppo_atari_envpool_multigpu.py"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(script)]
     assert command[1:6] == torchrun and script_in(command) == script
     assert {"--compile", "--cudagraphs", "--seed=3", "--num-envs=2"} <= {*command}
@@ -395,15 +392,8 @@ def test_a_run_that_fails_is_tried_again_and_then_recorded(house):
     output, error = house.sweep("--time-limit", 0.05, "--workers", 2, "--seeds", 0, 1, *always, status=1)
     assert not house.running() and "killed by SIGKILL" in error
     lines = {line["seed"]: line for line in house.lines()}
-    # A summary that makes no sense would be none the second time.
-    assert {seed: line["attempts"] for seed, line in lines.items()} == {
-        0: 1,
-        1: 2,
-        101: 2,
-        102: 2,
-        103: 2,
-        104: 1,
-    }
+    attempts = {0: 1, 1: 2, 101: 2, 102: 2, 103: 2, 104: 1}  # a summary that makes no sense stays so
+    assert {seed: line["attempts"] for seed, line in lines.items()} == attempts
     for seed, behaviour in always.items():
         assert lines[seed]["reason"].startswith(FAILURES[behaviour])
         assert f"failed: {lines[seed]['job']}: {lines[seed]['reason']}" in output

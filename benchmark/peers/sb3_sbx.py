@@ -83,18 +83,12 @@ def main() -> None:
     args, _ = peer.parse(parser)
     entry = COLLECTION[args.script]
     algorithm, num_envs = getattr(entry, args.peer), args.num_envs or entry.num_envs
-    if algorithm is None:
-        parser.error(f"{args.peer} does not have {args.script}")
     given = {"learning_starts": args.learning_starts, "batch_size": args.batch_size}
     given |= {"n_steps": args.num_steps}
-    if (algorithm, entry.actions) not in OPTIONS:
-        parser.error(f"OPTIONS has no hyper-parameters of {algorithm} for {entry.actions} actions")
     options = OPTIONS[algorithm, entry.actions] | {name: value for name, value in given.items() if value}
     if algorithm == "DQN":  # train_freq counts steps of all environments at once
         options["gradient_steps"] = num_envs
     recurrent = algorithm == "RecurrentPPO"
-    if args.width and recurrent:
-        parser.error("--width is not for RecurrentPPO")
     if args.width:
         others = options["policy_kwargs"]["net_arch"][1:] if algorithm == "DQN" else [args.width]
         layers = [args.width, *others]

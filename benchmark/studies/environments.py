@@ -1,7 +1,6 @@
 """Steps/s of PPO by number of environments: stepped in turn, by EnvPool on all cores, and by other libraries.
 
-    ./run.sh python -m benchmark.studies.environments [--scripts NAME ...] [--num-envs N ...] [--rounds R]
-        [--peers PYTHON] [--output FILE]
+    ./run.sh python -m benchmark.studies.environments [--rounds R] [--peers PYTHON] [--output FILE]
 
 Times the twins with --compile on the CPU, with Gymnasium's environments and with pool.py's, and, where there
 is an interpreter with requirements/peers.txt, CleanRL, Stable-Baselines3 and SBX with the same rollouts,
@@ -14,7 +13,6 @@ Exit status: 0 all runs are timed, 1 some failed, 2 a bad argument.
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -79,14 +77,6 @@ def published_runs(num_envs: int) -> list[dict]:
     return runs
 
 
-@dataclass
-class OwnArgs(Args):
-    scripts: tuple[Literal[*SIZES], ...] = tuple(SIZES)
-    """eager scripts; their twins are timed"""
-    num_envs: tuple[int, ...] | None = None
-    """numbers of environments, each script's own by default"""
-
-
 def command(script: str, mode: str, num_envs: int, seed: int, peers: Path | None, folder: Path) -> list:
     """The command of a run of at least twelve rollouts, after two more where sb3_sbx.py leaves those out."""
     num_steps, batch_size = SIZES[script](num_envs)
@@ -102,11 +92,11 @@ def command(script: str, mode: str, num_envs: int, seed: int, peers: Path | None
     return [sys.executable, twin, "--compile", "--no-cuda", *options(sizes)]
 
 
-def points(args: OwnArgs) -> Iterator[Point]:
+def points(args: Args) -> Iterator[Point]:
     """All that is to be timed, in rounds."""
     for seed in range(1, args.rounds + 1):
-        for script in args.scripts:
-            for num_envs in args.num_envs or NUM_ENVS[script]:
+        for script in SIZES:
+            for num_envs in NUM_ENVS[script]:
                 for mode in STEPS if args.peers else ("gymnasium", "envpool"):
                     about = {"script": script, "env_id": COLLECTION[script].env_id, "mode": mode}
                     about |= {"num_envs": num_envs, "seed": seed}
@@ -114,7 +104,7 @@ def points(args: OwnArgs) -> Iterator[Point]:
 
 
 def main() -> int:
-    args = tyro.cli(OwnArgs)
+    args = tyro.cli(Args)
     check_interpreter("peers", args.peers)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the libraries, too, run on the CPU
     lines, status = time_runs(points(args), args.output, check)

@@ -1,7 +1,6 @@
 """How the cost of a script grows with the number of environments, the batch and the width of networks.
 
-    ./run.sh python -m benchmark.studies.scaling [--scripts NAME ...] [--axes AXIS ...] [--peers PYTHON]
-        [--output FILE]
+    ./run.sh python -m benchmark.studies.scaling [--peers PYTHON] [--output FILE]
 
 Times each twin with --compile along one axis at a time, one run a point, and, where there is an interpreter
 with requirements/peers.txt, SBX beside it. An agent step has as many gradient steps as by default, but for
@@ -127,10 +126,6 @@ def plot(lines: list[dict], curves: list[dict]):
 
 @dataclass
 class Args:
-    scripts: tuple[Literal[*DEFAULTS], ...] = tuple(DEFAULTS)
-    """eager scripts; their twins are timed"""
-    axes: tuple[Literal[*AXES], ...] = tuple(AXES)
-    """the sizes to change"""
     peers: Path | None = None
     """the interpreter of an environment with requirements/peers.txt, for SBX"""
     output: Path | None = None
@@ -210,8 +205,8 @@ def widened(script: str, width: int, folder: Path) -> Path:
 
 def measurements(args: Args) -> Iterator[Measurement]:
     """All that is to be timed, ours and SBX's in turn; the default of a script is on each of its axes."""
-    for script in args.scripts:
-        for axis in args.axes:
+    for script in DEFAULTS:
+        for axis in AXES:
             for value in sorted({*VALUES[axis], DEFAULTS[script][axis]}):
                 yield Measurement(script, "compile", axis, value)
                 if args.peers and COLLECTION[script].sbx:

@@ -302,16 +302,12 @@ def convolutions() -> list[dict]:
 def habits() -> list[dict]:
     critic = single_critic()
     x = torch.randn(BATCH, 256, device=DEVICE)
-    args = Namespace(gamma=0.99)
-    gamma = args.gamma
+    args, gamma = Namespace(gamma=0.99), 0.99
     modes = {"neither": lambda: None, "both": lambda: (critic.eval(), critic.train())}
     sums = {"out_of_place": lambda: x * 2 + 1, "in_place": lambda: x.clone().mul_(2).add_(1)}
-    born = {"on_the_device": lambda: torch.randn(BATCH, ACTIONS, device=DEVICE)}
-    born |= {"moved_there": lambda: torch.randn(BATCH, ACTIONS).to(DEVICE)}
     rows = compare("train() and eval()", 200, **modes)
     rows += compare("args.gamma", 2000, read_once=lambda: gamma, read_each_time=lambda: args.gamma)
-    rows += compare("arithmetic", 200, **sums)
-    return rows + (compare("noise born", 200, **born) if DEVICE.type == "cuda" else [])
+    return rows + compare("arithmetic", 200, **sums)
 
 
 def figures() -> list[dict]:
