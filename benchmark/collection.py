@@ -41,8 +41,8 @@ class Algorithm:
 
     title: str
     """what a reader calls it"""
-    actions: Literal["continuous", "discrete", "atari"]
-    """the kind of its actions, and with it of its environments"""
+    actions: Literal["continuous", "discrete", "atari", "on device"]
+    """the kind of its actions, and with it of its environments; those on the device are the scripts' own"""
     quick: int
     """agent steps of a run in the profile quick"""
     speed: int
@@ -83,7 +83,7 @@ class Algorithm:
     @property
     def one_thread(self) -> bool:
         """Whether its scripts take one thread of PyTorch: on more, networks so small are no faster."""
-        return self.actions == "discrete" or (self.actions == "continuous" and self.on_policy)
+        return self.actions == "discrete" or (self.actions != "atari" and self.on_policy)
 
     @property
     def env_ids(self) -> tuple[str, ...]:
@@ -166,6 +166,17 @@ COLLECTION = {
             Check("InvertedPendulum-v4", 200_000, 950, 1000),
             Check(POOL + "CartpoleSwingup-v1", 500_000, 600, 1000, (("num-envs", "4"),)),
         ),
+    ),
+    "ppo_on_device": Algorithm(
+        title="PPO with environments on the device",
+        actions="on device",
+        quick=40 * 16 * 1024,
+        speed=120 * 16 * 1024,
+        losses=OF_PPO,
+        full=5_000_000,
+        num_envs=1024,
+        own_env_ids=("Pendulum-v1", "CartpoleSwingup"),
+        checks=(Check("Pendulum-v1", 2_000_000, -400, -100),),
     ),
     "ppo_continuous_action_lstm": Algorithm(
         title="PPO with an LSTM for continuous actions",

@@ -38,7 +38,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 LEANRL = ROOT / "leanrl"
-SCRIPTS = [*COLLECTION]
+SCRIPTS = [name for name, entry in COLLECTION.items() if entry.actions != "on device"]
 TWINS = [f"{name}_torchcompile" for name in SCRIPTS]
 MULTIGPU = sorted(path.stem for path in LEANRL.glob("*_multigpu.py"))
 
