@@ -39,6 +39,7 @@ PROFILES = {
 LEANRL_PYTHON = ROOT / ".venv-leanrl" / "bin" / "python"  # with requirements/leanrl.txt
 # The arguments that name environments, by the actions of the scripts that they are of.
 OF_ACTIONS = {"continuous": "env_ids", "discrete": "discrete_env_ids", "atari": "atari_env_ids"}
+OF_ACTIONS |= {"on device": "device_env_ids"}
 OFFERED = [mode for mode in MODES if mode not in PAST]
 # Arguments of the scripts that a sweep sets itself.
 OWN = ("env-id", "seed", "total-timesteps", "checkpoint-every", "resume", "evaluate")
@@ -62,6 +63,8 @@ class Args:
     learning more"""
     atari_env_ids: tuple[str, ...] | None = None
     """environments of the Atari scripts; Breakout-v5, in the profile learning Pong-v5, too"""
+    device_env_ids: tuple[str, ...] | None = None
+    """environments on the device; Pendulum-v1, in the profile learning CartpoleSwingup, too"""
     discrete_env_ids: tuple[str, ...] | None = None
     """environments of PPO, PQN and DQN for discrete actions; CartPole-v1, in the profile learning more"""
     total_timesteps: int | None = None
