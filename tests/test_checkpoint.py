@@ -40,9 +40,8 @@ from torch.testing import assert_close
 TD3, PPO = "td3_continuous_action", "ppo_continuous_action"
 # Signals, and the updates of 49 steps that count towards gradient steps, or of PPO's two rollouts.
 ENDS = {f"{TD3}_torchcompile": (signal.SIGINT, 35), "dqn": (signal.SIGTERM, 7), PPO: (signal.SIGINT, 20)}
-# A script and its other file; what one worker does with it takes the run of `trained`.
+# A script and its other file.
 PAIRS = [*zip(SCRIPTS, TWINS, strict=True), *zip(TWINS, SCRIPTS, strict=True)]
-PAIRS = [pytest.param(*pair, marks=pytest.mark.xdist_group(pair[0])) for pair in PAIRS]
 # What a replay buffer holds: after 300 steps it is full in an eager script, and not yet in a twin.
 CAPACITY = dict.fromkeys(OFF_POLICY, 256) | dict.fromkeys(TWINS, 400)
 LATER = count(9_000_000_000)  # TensorBoard reads the files of a folder by the second in their names
@@ -61,6 +60,11 @@ def short(name: str, steps: int = 300) -> tuple:
 def train_once(name: str) -> tuple[dict, TemporaryDirectory]:
     directory = TemporaryDirectory()
     return play(name, *short(name), *SAVED, directory=Path(directory.name)), directory
+
+
+def by_script(*cases: tuple) -> list:
+    """Have one worker do what begins with the run of a script, which is the first value of a case."""
+    return [pytest.param(*case, marks=pytest.mark.xdist_group(case[0])) for case in cases]
 
 
 def trained(name: str, directory: Path) -> tuple[dict, Path]:
@@ -98,8 +102,8 @@ def whole_curves(folder: Path, result: dict) -> dict[str, list[tuple[int, float]
 
 
 # ---- Going on ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "_"), PAIRS)
-def test_a_run_goes_on_from_what_was_saved(name, _, tmp_path):
+@pytest.mark.parametrize("name", by_script(*zip([*SCRIPTS, *TWINS], strict=True)))
+def test_a_run_goes_on_from_what_was_saved(name, tmp_path):
     before, folder = trained(name, tmp_path)
     begin, saved = before["global_step"], (folder / "checkpoint.pt").read_bytes()
     # A run without a step left has what was saved.
@@ -252,7 +256,7 @@ def expected_actions(name: str, done: dict, rows: list[Row]) -> np.ndarray:
     return outputs.numpy().clip(space.low, space.high)
 
 
-@pytest.mark.parametrize(("first", "second"), PAIRS)
+@pytest.mark.parametrize(("first", "second"), by_script(*PAIRS))
 def test_evaluation_takes_the_best_actions_also_of_the_other_script(first, second, tmp_path):
     """In episodes of other environments than those of training, and it leaves nothing behind."""
     done, folder = trained(first, tmp_path)
