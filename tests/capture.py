@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from unittest.mock import Mock, patch
 
 import torch
@@ -146,11 +147,13 @@ class Interpreted(CompiledFxGraph):
 
     def __init__(self, graph: torch.fx.GraphModule, _):
         self.current_callable = lambda inputs: graph.forward(*inputs)
-        self._boxed_call, self._compile_context = True, None
+        self._boxed_call, self._compile_context, self.compiled_fn_runner = True, None, None
 
 
-# A backend for `torch.compile`, whose code a twin calls directly, as that of Inductor.
-interpreted = aot_autograd(fw_compiler=Interpreted, keep_inference_input_mutations=True)
+def without_inductor():
+    """Have `torch.compile` trace as ever, for code that a twin calls directly, but make no kernels of it."""
+    backend = aot_autograd(fw_compiler=Interpreted, keep_inference_input_mutations=True)
+    return patch("torch.compile", partial(torch.compile, backend=backend))
 
 
 @contextmanager

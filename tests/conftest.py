@@ -101,21 +101,15 @@ SETTINGS = "cpp_wrapper cpp.vec_isa_ok fallback_random max_pointwise_cat_inputs 
 INDUCTOR = {name: torch._inductor.config.get_config_copy()[name] for name in SETTINGS}
 # All that a test may see of the inside of a run: names in the body of a script. Whoever renames one there
 # renames it here, and in the tests that ask for it. Else tests ask for files, printed lines and the summary.
-INNER = {
-    *("args", "summary", "device", "folder", "START_TIME"),  # what runs, where and since when
-    *("global_step", "updates", "returns", "updates_due", "eval_returns"),  # how far it is
-    *("envs", "obs_moments", "return_moments"),  # what it learns in
-    *("act", "policy", "best_actions", "sample", "prepare", "update", "kinds"),  # the algorithm
-    *("state", "losses", "deviations", "buffer", "size", "columns"),  # what it has learnt and from what
-    *("rollout", "rollout_obs", "batch", "batch_columns", "memory", "first_memory"),
-}
+INNER = """args summary device folder START_TIME global_step updates returns updates_due eval_returns
+    envs obs_moments return_moments act policy best_actions sample prepare update kinds
+    state losses deviations buffer size columns rollout rollout_obs batch batch_columns memory first_memory"""
 
 
 def alone(name: str, args: tuple) -> tuple:
     """Arguments for a run; where a script has many environments, a new run has one, unless they say more."""
     new = name in MANY and not {"--resume", "--evaluate"} & {*args}
-    first = ("--num-envs", "1", "--log-every", "100")
-    return (*(first if new else ()), *args)
+    return ("--num-envs", "1", "--log-every", "100", *args) if new else args
 
 
 def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> dict:
@@ -144,7 +138,7 @@ def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> 
             torch.set_autocast_enabled("cuda", False)
     for _, tag, value, step in (call.args for call in add.call_args_list):
         logged.setdefault(tag, []).append((step, float(value)))
-    return {name: value for name, value in result.items() if name in INNER} | {"logged": logged}
+    return {name: value for name, value in result.items() if name in INNER.split()} | {"logged": logged}
 
 
 @contextmanager
@@ -229,12 +223,11 @@ def environment(**variables: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(TESTS)} | variables
 
 
-def cli(name: str, *args, env: dict[str, str] | None = None, **options) -> subprocess.CompletedProcess:
-    """Run a script as a command with these arguments; options are those of subprocess.run."""
+def cli(name: str, *args) -> subprocess.CompletedProcess:
+    """Run a script as a command with these arguments."""
     command = [sys.executable, str(LEANRL / f"{name}.py"), *map(str, alone(name, args))]
     with TemporaryDirectory() as directory:
-        options = {"cwd": directory, "capture_output": True, "text": True} | options
-        return subprocess.run(command, env=environment(**env or {}), **options)
+        return subprocess.run(command, cwd=directory, env=environment(), capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -272,15 +265,6 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {name: [(event.step, event.value) for event in log.Scalars(name)] for name in names}
 
 
-def start(name: str, directory: Path, *args, **others) -> subprocess.Popen:
-    """Start a run as a command; others are options of subprocess.Popen."""
-    args = ("--no-cuda", "--env-id", "envs:Scripted-v0", *args)
-    command = [sys.executable, str(LEANRL / f"{name}.py"), *alone(name, args)]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment()}
-    options |= others
-    return subprocess.Popen(command, cwd=directory, **options)
-
-
 def adam_state(globals_: dict, name: str) -> dict[str, Tensor]:
     """Moments and steps of an optimizer, for each parameter, like "step.qf1.fc1.weight", in either file."""
     optimizer, found = globals_["state"][name], {}
@@ -309,8 +293,8 @@ def gradient_steps(result: dict, network: str) -> int:
 
 def critics(result: dict) -> list[str]:
     """The names of the critics of an actor in a checkpoint: one, two or more."""
-    networks = [key for key, item in result["state"].items() if type(item).__name__ == "QNetwork"]
-    return [key for key in networks if "target" not in key]
+    networks = {key: type(item).__name__ for key, item in result["state"].items()}
+    return [key for key, kind in networks.items() if kind == "QNetwork" and "target" not in key]
 
 
 def rate_of(optimizer) -> float:
@@ -368,7 +352,7 @@ def assert_episodes_are_counted(result: dict, steps: Iterable[Iterable]) -> None
 def empty_memory(agent: nn.Module, num_envs: int) -> Tensor:
     """The empty memory of an agent: of an LSTM, (num_envs, width), or of two, (2, num_envs, width)."""
     widths = [module.memory_dim for module in agent.modules() if hasattr(module, "memory_dim")]
-    return torch.zeros(*([2] if len(widths) == 2 else []), num_envs, widths[0])
+    return torch.zeros(len(widths), num_envs, widths[0]).squeeze(0)
 
 
 def recalled(agent: nn.Module, obs: Tensor, valid: Tensor) -> list[Tensor]:

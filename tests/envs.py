@@ -143,17 +143,19 @@ class ScriptedGames(gym.Env):
 
 
 class Probe(gym.Env):
-    """Episodes of `length` steps with known values; they end as `terminated` says, or else as truncated."""
+    """Episodes of three steps with known values, of two kinds.
+
+    Late, it counts its steps and rewards the third, which terminates: gamma^2, gamma and 1 at 0, 1 and 2.
+    Else it is always 1 and rewards each step: 1 / (1 - gamma), however soon it is cut: its state goes on.
+    """
 
     observation_space = Box(-10, 10, (1,), np.float32)
 
-    def __init__(self, length, terminated, observe, reward):
-        self.action_space = Box(-1, 1, (1,), np.float32)
-        self.length, self.terminated, self.observe, self.reward = length, terminated, observe, reward
+    def __init__(self, late: bool = False):
+        self.action_space, self.late = Box(-1, 1, (1,), np.float32), late
 
     def _observe(self):
-        self.seen = self.observe(self.step_index, self.np_random)
-        return np.array([self.seen], np.float32)
+        return np.array([self.step_index if self.late else 1], np.float32)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -161,10 +163,10 @@ class Probe(gym.Env):
         return self._observe(), {}
 
     def step(self, action):
-        earned = self.reward(self.step_index, self.seen)
         self.step_index += 1
-        last = self.step_index == self.length
-        return self._observe(), earned, last and self.terminated, last and not self.terminated, {}
+        last = self.step_index == 3
+        earned = float(last or not self.late)
+        return self._observe(), earned, last and self.late, last and not self.late, {}
 
 
 class Balance(gym.Env):
@@ -256,7 +258,10 @@ class Masked(gym.Env):
 
 
 class Careless(gym.Env):
-    """Changes its actions in place and returns its own state: (episode, step), in episodes of three steps."""
+    """Changes its actions in place and returns its own state: (episode, step), in episodes of three steps.
+
+    Its infos tell whether the episode reaches a goal, as every second one does.
+    """
 
     observation_space = Box(-np.inf, np.inf, (2,), np.float32)
 
@@ -273,15 +278,7 @@ class Careless(gym.Env):
         self.given.append(action.copy())
         action *= 100
         self.state[1] += 1
-        return self.state, 1.0, False, bool(self.state[1] == 3), {}
-
-
-class Goal(Careless):
-    """Tells in its infos whether the episode reaches its goal, as every second one does."""
-
-    def step(self, action):
-        obs, *rest, _ = super().step(action)
-        return obs, *rest, {"is_success": obs[0] % 2 == 1}
+        return self.state, 1.0, False, bool(self.state[1] == 3), {"is_success": self.state[0] % 2 == 1}
 
 
 class Faulty(Careless):
@@ -305,17 +302,8 @@ class Faulty(Careless):
         return self._or("observation", obs), self._or("reward", earned, np.inf), *ends
 
 
-class Integers(Careless):
-    def __init__(self):
-        super().__init__()
-        self.action_space = Box(0, 10, (1,), np.int64)
-
-
 class Parts(Scripted):
-    """Scripted-v0 with observations of named parts, of which the last are not vectors, and odd infos.
-
-    An info has the key 0, a value that changes its type, and what the wrappers of Gymnasium call an episode.
-    """
+    """Scripted-v0 with observations of named parts, the last of which are no vectors, and odd infos."""
 
     at = Tuple((Discrete(3), MultiBinary(2)))
     observation_space = Dict(seen=Box(-np.inf, np.inf, (2, 2), np.float64), at=at, of=Discrete(2))
@@ -325,13 +313,11 @@ class Parts(Scripted):
         return {"seen": obs, "at": (step % 3, np.array([step % 2, 1], np.int8)), "of": step % 2}
 
     def reset(self, *, seed=None, options=None):
-        obs, _ = super().reset(seed=seed)
-        return self._parts(obs), {"changes": "at first a text", "episode": 1, 0: "zero"}
+        return self._parts(super().reset(seed=seed)[0]), {"episode": 1, 0: "zero"}
 
     def step(self, action):
         obs, *rest, _ = super().step(action)
-        info = {"changes": np.ones(int(obs[1, 0])) if obs[1, 0] % 2 else [None], "episode": {"r": "none"}}
-        return self._parts(obs), *rest, info | {0: {"final_obs": None}}
+        return self._parts(obs), *rest, {"episode": {"r": "none"}, 0: {"final_obs": None}}
 
 
 class Walks(VectorEnv):
@@ -340,13 +326,10 @@ class Walks(VectorEnv):
     A reward is the last step, so that walking in one direction is worth 1 or so.
     """
 
-    metadata: ClassVar = {"autoreset_mode": AutoresetMode.SAME_STEP}
-
-    def __init__(self, num_envs: int, choices: int = 0, mode: AutoresetMode = AutoresetMode.SAME_STEP):
+    def __init__(self, num_envs: int, mode: AutoresetMode = AutoresetMode.SAME_STEP):
         self.num_envs, self.metadata = num_envs, {"autoreset_mode": mode}
-        self.choices = np.linspace(-1, 1, choices)
         self.single_observation_space = Box(-np.inf, np.inf, (2,), np.float32)
-        self.single_action_space = Discrete(choices) if choices else Box(-1, 1, (1,), np.float32)
+        self.single_action_space = Box(-1, 1, (1,), np.float32)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
 
@@ -360,7 +343,7 @@ class Walks(VectorEnv):
 
     def step(self, actions):
         assert len(actions) == self.num_envs and self.single_action_space.contains(actions[0])
-        moves = 0.3 * (self.choices[actions] if len(self.choices) else actions[:, 0])
+        moves = 0.3 * actions[:, 0]
         self.place, self.left = self.place + moves, self.left - 1
         fallen, late, final_obs = np.abs(self.place) > 1, self.left == 0, self._seen()
         over = fallen | late
@@ -385,19 +368,12 @@ def register(kind: type[gym.Env], name: str = "", **options) -> None:
         gym.register(f"{name or kind.__name__}{suffix}-v0", entry_point=either, kwargs=options)
 
 
-KINDS = (Scripted, Balance, Careless, Goal, Faulty, Interrupted, Integers, Parts, Cue)
-for kind in KINDS:
+for kind in (Scripted, Interrupted, Balance, Careless, Faulty, Parts, Cue):
     register(kind)
-for suffix, options in {"": {}, "Choices": {"choices": 3}, "Next": {"mode": AutoresetMode.NEXT_STEP}}.items():
-    gym.register(f"Walks{suffix}-v0", vector_entry_point=Walks, kwargs=options)
+register(Probe, "Truncated")
+register(Probe, "LateReward", late=True)
 gym.register("Codes-v0", entry_point=Codes)
 gym.register("Masked-v0", entry_point=Masked)
+gym.register("Walks-v0", vector_entry_point=Walks)
+gym.register("WalksNext-v0", vector_entry_point=Walks, kwargs={"mode": AutoresetMode.NEXT_STEP})
 register(Careless, "Unbounded", low=-np.inf, high=np.inf)
-# The value is the observation.
-SEEN = {"observe": lambda _, rng: rng.uniform(-1, 1), "reward": lambda _, seen: seen}
-register(Probe, "ObservationReward", length=1, terminated=True, **SEEN)
-# At observations 0, 1 and 2 the value is gamma^2, gamma and 1.
-LATE = {"observe": lambda step, _: step, "reward": lambda step, _: float(step == 2)}
-register(Probe, "LateReward", length=3, terminated=True, **LATE)
-# Value 1 / (1 - gamma), however soon episodes are cut: their state goes on.
-register(Probe, "Truncated", length=3, terminated=False, observe=lambda *_: 1, reward=lambda *_: 1)

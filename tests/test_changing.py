@@ -8,6 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from capture import without_inductor
 from conftest import EACH_STEP, ROOT, assert_same_numbers, changed, draws_of_a_twin, play, run
 from envs import scripted_rows
 
@@ -42,7 +43,7 @@ def test_the_same_diff_in_both_files_computes_the_same(title):
     twin, results = f"{name}_torchcompile", []
     with example(title, name), draws_of_a_twin(name):
         results.append(run(name, *args))
-    with example(title, twin):
+    with example(title, twin), without_inductor():
         torch._dynamo.reset()
         results.append(run(twin, *args, "--compile"))
     assert results[0]["updates"] >= 20
@@ -58,10 +59,9 @@ def test_an_eager_copy_that_draws_as_its_twin_has_its_numbers():
     assert_same_numbers(eager, run(f"{name}_torchcompile", *args))
 
 
-@pytest.mark.parametrize("num_envs", [1, 3])
-def test_a_window_ends_with_its_episode_at_the_newest_row_and_where_a_run_was_resumed(num_envs, tmp_path):
+def test_a_window_ends_with_its_episode_at_the_newest_row_and_where_a_run_was_resumed(tmp_path):
     """By hand: the target is that of a critic whose value is 0, or 1, everywhere."""
-    name, n_step, gamma, buffer_size = "td3_continuous_action", 3, 0.9, 60
+    name, num_envs, n_step, gamma, buffer_size = "td3_continuous_action", 3, 3, 0.9, 60
     args = ("--num-envs", num_envs, "--n-step", n_step, "--gamma", gamma, "--buffer-size", buffer_size)
     args += ("--batch-size", 2, "--learning-starts", 30, "--policy-noise", 0, "--checkpoint-every", 30)
     parts = []  # of the run, as it is begun and as it goes on after 45 steps
@@ -78,9 +78,12 @@ def test_a_window_ends_with_its_episode_at_the_newest_row_and_where_a_run_was_re
             rows[-1][2] = False  # the seam, or the newest row
         steps.append(rows)
     result, networks = parts[1], parts[1]["state"]
-    for qf in ("qf1", "qf1_target", "qf2_target"):
-        torch.nn.init.zeros_(networks[qf].fc3.weight)
-        torch.nn.init.zeros_(networks[qf].fc3.bias)
+
+    def zero(*names: str) -> None:
+        for param in (param for name in names for param in networks[name].fc3.parameters()):
+            torch.nn.init.zeros_(param)
+
+    zero("qf1", "qf1_target", "qf2_target")
     for step in range(75 // num_envs - buffer_size // num_envs, 75 // num_envs):
         for env in range(num_envs):
             reward, discount = 0.0, 1.0
@@ -91,8 +94,7 @@ def test_a_window_ends_with_its_episode_at_the_newest_row_and_where_a_run_was_re
             for value in (0.0, 1.0):
                 for target in ("qf1_target", "qf2_target"):
                     torch.nn.init.constant_(networks[target].fc3.bias, value)
-                torch.nn.init.zeros_(networks["qf1"].fc3.weight)
-                torch.nn.init.zeros_(networks["qf1"].fc3.bias)
+                zero("qf1")
                 index = (step * num_envs + env) % buffer_size
                 with patch("torch.randint", lambda *_, index=index, **__: torch.tensor([index, index])):
                     result["update"](False)
@@ -100,11 +102,10 @@ def test_a_window_ends_with_its_episode_at_the_newest_row_and_where_a_run_was_re
                 assert np.isclose(result["losses"]["qf1_loss"].item(), expected**2, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("twin", ["", "_torchcompile"])
-def test_successes_are_logged(twin):
-    name = f"td3_continuous_action{twin}"
+@pytest.mark.parametrize("name", ["td3_continuous_action", "td3_continuous_action_torchcompile"])
+def test_successes_are_logged(name):
     with example("A metric", name):
-        result = run(name, "--env-id", "envs:Goal-v0", "--batch-size", 32, "--total-timesteps", 36)
+        result = run(name, "--env-id", "envs:Careless-v0", "--batch-size", 32, "--total-timesteps", 36)
     # Every second episode of three steps reaches its goal.
     expected = [(3 * count, pytest.approx(count // 2 / count)) for count in range(1, 13)]
     assert result["logged"]["charts/success_rate"] == expected
@@ -122,10 +123,9 @@ def test_masked_actions_are_never_taken():
     args = ("--env-id", "envs:Masked-v0", "--num-steps", 64, "--total-timesteps", 512)
     args += ("--eval-every", 512, "--eval-episodes", 2)
     results = []
-    for name, *flags in (("ppo",), ("ppo_torchcompile", "--compile")):
-        torch._dynamo.reset()
+    for name in ("ppo", "ppo_torchcompile"):
         with example("Invalid actions", name):
-            results.append(run(name, *args, *flags))
+            results.append(run(name, *args))
         entropy = results[-1]["losses"]["entropy"].item()
         assert 0.3 < entropy < np.log(2) + 1e-3  # of two actions
         assert len(results[-1]["logged"]["charts/eval_return"]) == 1

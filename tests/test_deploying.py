@@ -10,18 +10,9 @@ import onnxruntime
 import pytest
 import torch
 from conftest import ROOT, SAVED, SHORT, run
-from gymnasium.spaces import Box
 
-EXAMPLES = {"sac_continuous_action": "export_sac", "td3_continuous_action": "export_sac"}
-EXAMPLES |= {"ppo_continuous_action": "export_ppo_continuous", "dqn": "export_dqn", "pqn": "export_dqn"}
-OTHERS = {  # what the page says to change
-    "td3_continuous_action": {
-        "sac_continuous_action import": "td3_continuous_action import",
-        "mean, _ = self.actor(obs)": "mean = self.actor(obs)",
-        "torch.tanh(mean)": "mean",
-    },
-    "pqn": {"from dqn import": "from pqn import"},
-}
+EXAMPLES = {"sac_continuous_action": "export_sac", "dqn": "export_dqn"}
+EXAMPLES |= {"ppo_continuous_action": "export_ppo_continuous"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -39,9 +30,6 @@ def test_an_exported_policy_takes_the_best_actions(name, tmp_path):
         result["state"]["q_network"].load_state_dict(checkpoint["q_network"])
     torch.save(checkpoint, tmp_path / "best.pt")
     recipe = (ROOT / "docs" / "examples" / f"{EXAMPLES[name]}.py").read_text()
-    for passage, other in OTHERS.get(name, {}).items():
-        assert passage in recipe
-        recipe = recipe.replace(passage, other)
     if not name.startswith("sac"):  # a library takes long to build: SAC's stands for them
         recipe = recipe[: recipe.index("exported =")]
     file = ROOT / "docs" / "examples" / "a_copy.py"
@@ -56,15 +44,3 @@ def test_an_exported_policy_takes_the_best_actions(name, tmp_path):
         np.testing.assert_allclose(actions, expected, rtol=0, atol=1e-5)
     assert all(map(space.contains, expected)) and np.std(expected, axis=0).min() > 1e-4
     assert not name.startswith("ppo") or (np.abs(expected) == 1).any()
-
-
-@pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action", "ppo_continuous_action"])
-def test_a_module_in_place_of_a_space_gives_the_same_actions(name):
-    """Of bounds that are not those of the policy, and of one that is beyond them."""
-    script, space = conftest.load(name), Box(np.array([0, -3], np.float32), np.array([5, -1], np.float32))
-    bound = script["clipped" if name.startswith("ppo") else "in_bounds"]
-    module, outputs = torch.nn.Module(), np.array([[-1, 0.5], [1, -4], [7, 0]], np.float32)
-    module.low, module.high = torch.from_numpy(space.low), torch.from_numpy(space.high)
-    actions = bound(outputs, space)
-    assert actions.min(axis=0).tolist() == [0, -3] and actions.max() == 5
-    np.testing.assert_array_equal(bound(torch.from_numpy(outputs), module), actions)

@@ -10,10 +10,9 @@ from conftest import DISCRETE, DQN, OFF_POLICY, SAVED, SHORT, assert_same_number
 from envs import Faulty
 
 FAULTS = [(name, "observation") for name in conftest.NOT_ATARI]
-FAULTS += [(name, fault) for name in ("dqn", "ppo", "ppo_continuous_action") for fault in ("reward", "reset")]
-# Each eager script, and a twin of each family: a twin draws and computes what its eager script does.
-OTHERS = [f"{name}_torchcompile" for name in ("td3_continuous_action", "dqn", "ppo", "pqn_atari_envpool")]
-every = pytest.mark.parametrize("name", [*conftest.SCRIPTS, *OTHERS])
+FAULTS += [(name, fault) for name in ("dqn", "ppo_continuous_action") for fault in ("reward", "reset")]
+# A twin draws and computes what its eager script does (tests/test_twins.py).
+every = pytest.mark.parametrize("name", conftest.SCRIPTS)
 
 
 @every

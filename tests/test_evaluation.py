@@ -1,29 +1,25 @@
 """Evaluation along the way: it changes no number of the run, keeps the best agent, and takes no time."""
 
+from contextlib import AbstractContextManager, ExitStack
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
 from conftest import (
     ATARI,
-    MEMORY,
     ON_POLICY,
     SAVED,
     SCRIPTS,
     SHORT,
-    TWINS,
     assert_same_numbers,
-    empty_memory,
     evaluation,
-    load,
     play,
     run,
     world,
 )
 from envs import Balance, ScriptedGames
 
-TD3 = "td3_continuous_action_torchcompile"
-# Twins, whose loops differ from the eager scripts' in a few tagged lines.
-OTHERS = [TD3, "dqn_torchcompile", "ppo_torchcompile"]
 EVERY = ("--eval-every", 100, "--eval-episodes", 2)
 
 
@@ -35,12 +31,34 @@ def train(name: str, *args, **options) -> dict:
     return run(name, *world(name, "Balance"), *SHORT[name], *frequent, *args, **options)
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, *OTHERS])
-def test_evaluation_changes_no_number_and_the_best_agent_is_kept(name, tmp_path):
-    """Of a compiled run neither: tests/test_twins.py evaluates all of them."""
+def ticking(before_learning: int) -> AbstractContextManager:
+    """Have a clock that ticks with each step of an environment: once, or before learning ten times."""
+    ticks, step, games_step = [], Balance.step, ScriptedGames.step
+
+    def step_and_tick(self, action):
+        ticks.append(10 if len(ticks) < before_learning else 1)
+        return step(self, action)
+
+    def step_games_and_tick(self, actions):
+        ticks.extend(1 for row in self.step_ahead if row.valid)
+        return games_step(self, actions)
+
+    stack = ExitStack()
+    stack.enter_context(patch.object(Balance, "step", step_and_tick))
+    stack.enter_context(patch.object(ScriptedGames, "step", step_games_and_tick))
+    stack.enter_context(patch("time.perf_counter", lambda: sum(ticks)))
+    return stack
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, "td3_continuous_action_torchcompile"])
+def test_evaluation_changes_no_number_and_takes_no_time_and_the_best_agent_is_kept(name, tmp_path):
+    """SPS leaves out what is before learning, too. Of twins, test_twins.py compares runs that evaluate."""
     without = train(name)
-    evaluated = train(name, *EVERY, *SAVED, directory=tmp_path)
+    with ticking(0 if name in ON_POLICY else 100):
+        evaluated = train(name, *EVERY, *SAVED, directory=tmp_path)
     assert_same_numbers(without, evaluated, rtol=0, atol=0)
+    speeds = [speed for step, speed in evaluated["logged"]["charts/SPS"] if step > 100]
+    assert len(speeds) >= 2 and speeds == pytest.approx([1] * len(speeds))
     steps, means = zip(*evaluated["logged"]["charts/eval_return"], strict=True)
     assert len({*steps}) == len(steps) >= 2 and steps[-1] == evaluated["global_step"]  # one is at the end
     assert np.mean(evaluated["eval_returns"]) == pytest.approx(means[-1])
@@ -56,31 +74,8 @@ def test_evaluation_changes_no_number_and_the_best_agent_is_kept(name, tmp_path)
     assert best.read_bytes() == content
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, *TWINS])
-def test_sps_leaves_out_evaluations_and_what_is_before_learning(name, monkeypatch):
-    """By a clock that ticks with each step of an environment: once, or before learning ten times."""
-    ticks, step, games_step = [], Balance.step, ScriptedGames.step
-    before_learning = 0 if name in ON_POLICY else 100
-
-    def ticking(self, action):
-        ticks.append(10 if len(ticks) < before_learning else 1)
-        return step(self, action)
-
-    def ticking_games(self, actions):
-        ticks.extend(1 for row in self.step_ahead if row.valid)
-        return games_step(self, actions)
-
-    monkeypatch.setattr(Balance, "step", ticking)
-    monkeypatch.setattr(ScriptedGames, "step", ticking_games)
-    monkeypatch.setattr("time.perf_counter", lambda: sum(ticks))
-    logged = train(name, *EVERY)["logged"]
-    rates = [rate for entry, rate in logged["charts/SPS"] if entry > 100]
-    assert len(logged["charts/eval_return"]) >= 2 and len(rates) >= 2
-    assert rates == pytest.approx([1] * len(rates))
-
-
 @pytest.mark.parametrize("fault", ["observation", "reward"])
-@pytest.mark.parametrize("name", [*SCRIPTS[:1], "ppo_continuous_action", "ppo_continuous_action_lstm", "dqn"])
+@pytest.mark.parametrize("name", ["sac_continuous_action", "ppo_continuous_action_lstm"])
 def test_an_evaluation_that_is_not_finite_ends_the_run_and_is_no_best(name, fault, tmp_path, monkeypatch):
     """By environments, but for those to learn in, of which each gives no number in its third step."""
     step, made, learn_in = Balance.step, [], 2 if name in ON_POLICY else 1
@@ -97,16 +92,3 @@ def test_an_evaluation_that_is_not_finite_ends_the_run_and_is_no_best(name, faul
     with pytest.raises(SystemExit, match=r"^an evaluation is not finite$"):
         train(name, *EVERY, "--checkpoint-every", 100, directory=tmp_path)
     assert [file.name for file in tmp_path.glob("runs/*/*.pt")] == ["checkpoint.pt"]  # of before it
-
-
-@pytest.mark.parametrize("name", MEMORY)
-def test_a_memory_that_is_no_number_does_not_outlast_its_episode(name):
-    script, device = load(name), torch.device("cpu")
-    agent = script["Agent"](3, device) if name in ATARI else script["Agent"](5, 3, device)
-    obs = torch.zeros(4, 2, 84, 84, 1, dtype=torch.uint8) if name in ATARI else torch.randn(4, 2, 5)
-    keep, memory = torch.ones(4, 2, 1), empty_memory(agent, 2)
-    keep[0], memory[..., :1] = 0, torch.nan
-    with torch.no_grad():
-        assert all(part.isfinite().all() for part in agent(obs, keep, memory))
-        keep[0, 1] = 1
-        assert any(part.isnan().any() for part in agent(obs, keep, memory.fill_(torch.nan)))

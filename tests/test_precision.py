@@ -63,12 +63,10 @@ def test_weights_are_those_of_the_last_update():
     assert 0 < np.abs(rounded - exact).max() < 0.05 * np.abs(exact).max()
 
 
-# A twin's LSTM takes the products of its inputs in bfloat16, the eager script's does not.
-@pytest.mark.parametrize(("name", "share"), [("ppo_continuous_action", 0.1), ("ppo_lstm", 1)])
-def test_eager_twin_and_compiled_twin_round_alike(name, share):
+def test_eager_twin_and_compiled_twin_round_alike():
     """First moments of gradients are closer to each other than to those of float32."""
-    case = (name, BFLOAT16)
-    runs = [train((name, ())), train(case), train(case, "_torchcompile"), train_compiled(case)]
+    case = ("ppo_continuous_action", BFLOAT16)
+    runs = [train((case[0], ())), train(case), train(case, "_torchcompile"), train_compiled(case)]
     exact, eager, *twins = map(conftest.numbers, runs)
     moments = [name for name, value in eager.items() if "exp_avg." in name and value.any()]
     assert len(moments) > 10
@@ -76,4 +74,4 @@ def test_eager_twin_and_compiled_twin_round_alike(name, share):
     def distance(numbers: dict) -> float:
         return np.mean([(numbers[name] - eager[name]).norm() / eager[name].norm() for name in moments])
 
-    assert max(map(distance, twins)) < share * distance(exact)
+    assert max(map(distance, twins)) < 0.1 * distance(exact)
