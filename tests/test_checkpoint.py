@@ -280,3 +280,24 @@ def test_evaluation_takes_the_best_actions_also_of_the_other_script(first, secon
         best = expected_actions(first, done, rows)
         taken = [step[index] for step in games.actions] if first in ATARI else envs[index].actions
         assert np.array(taken[: len(best)]).reshape(best.shape) == pytest.approx(best, abs=1e-5)
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_and_code_in_one_is_not_executed(tmp_path, refusal):
+    _, folder = trained(TD3, tmp_path)
+    saved, trace = torch.load(folder / "checkpoint.pt"), tmp_path / "executed"
+    torch.save(saved | {"args": saved["args"] | {"save_model": True}}, folder / "checkpoint.pt")
+    for how in (("--resume", folder), ("--evaluate", folder / "checkpoint.pt")):
+        assert "is of LeanRL 0.2" in refusal(TD3, play, *how)
+    executed = type("Executed", (), {"__reduce__": lambda _: (Path.touch, (trace,))})()
+    torch.save(saved | {"progress": executed}, folder / "checkpoint.pt")
+    with pytest.raises(Exception, match="weights_only"):
+        play(TD3, "--resume", folder)
+    assert not trace.exists()
+
+
+def test_networks_of_a_run_have_the_sizes_that_it_began_with(tmp_path):
+    """Also of an agent that is evaluated, by the other script, too."""
+    sizes = ("--actor-hidden-dim", 8, "--critic-hidden-dim", 16, "--num-atoms", 11, "--v-max", 50)
+    play("fast_td3", *sizes, *SHORT["fast_td3"], *SAVED, directory=tmp_path)
+    for name in ("fast_td3", "fast_td3_torchcompile"):
+        assert len(evaluation(name, checkpoint(tmp_path))["eval_returns"]) == 10

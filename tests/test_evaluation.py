@@ -8,12 +8,15 @@ import pytest
 import torch
 from conftest import (
     ATARI,
+    MEMORY,
     ON_POLICY,
     SAVED,
     SCRIPTS,
     SHORT,
     assert_same_numbers,
+    empty_memory,
     evaluation,
+    load,
     play,
     run,
     world,
@@ -92,3 +95,16 @@ def test_an_evaluation_that_is_not_finite_ends_the_run_and_is_no_best(name, faul
     with pytest.raises(SystemExit, match=r"^an evaluation is not finite$"):
         train(name, *EVERY, "--checkpoint-every", 100, directory=tmp_path)
     assert [file.name for file in tmp_path.glob("runs/*/*.pt")] == ["checkpoint.pt"]  # of before it
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_a_memory_that_is_no_number_does_not_outlast_its_episode(name):
+    script, device = load(name), torch.device("cpu")
+    agent = script["Agent"](3, device) if name in ATARI else script["Agent"](5, 3, device)
+    obs = torch.zeros(4, 2, 84, 84, 1, dtype=torch.uint8) if name in ATARI else torch.randn(4, 2, 5)
+    keep, memory = torch.ones(4, 2, 1), empty_memory(agent, 2)
+    keep[0], memory[..., :1] = 0, torch.nan
+    with torch.no_grad():
+        assert all(part.isfinite().all() for part in agent(obs, keep, memory))
+        keep[0, 1] = 1
+        assert any(part.isnan().any() for part in agent(obs, keep, memory.fill_(torch.nan)))
