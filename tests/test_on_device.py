@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 from contextlib import redirect_stdout
 
 import gymnasium as gym
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from capture import captured_on_cpu
-from conftest import SAVED, assert_same_numbers, checkpoint, load, named, numbers, run
+from conftest import ROOT, SAVED, assert_same_numbers, checkpoint, load, named, numbers, run
 from torch import Tensor, nn
+from traffic import counted_traffic
 
 PAIR = ["ppo_on_device", "ppo_on_device_torchcompile"]
 CPU = torch.device("cpu")
@@ -192,6 +194,30 @@ def test_checkpoints_of_either_are_evaluated_and_what_is_unknown_is_refused(tmp_
     assert len(returns) == 3 and np.allclose(returns, [30, 60, 100], atol=5)  # 10 + 20 + ... and actions
     assert "Pendulum-v1" in refusal(PAIR[0], run, "--env-id", "Nothing-v0")
     assert "smaller divisor" in refusal(PAIR[0], run, "--num-envs", 3, "--num-steps", 5)
+
+
+@pytest.mark.parametrize("name", PAIR)
+def test_nothing_leaves_the_device_but_for_the_log(name):
+    waits = []
+    for rollouts in (2, 8):
+        with counted_traffic() as traffic:
+            run(name, *SIZES, "--log-every", 1000, "--total-timesteps", 24 * rollouts, cuda=True)
+        waits.append([traffic.counts[event] for event in ("to the device", "to the host", "wait")])
+    assert waits[0] == waits[1]
+
+
+@pytest.mark.parametrize("name", PAIR)
+def test_the_environment_of_the_page_trains_and_goes_on(name, tmp_path):
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ppo_on_device.md").read_text(), re.DOTALL)
+    (tmp_path / "my_env.py").write_text(code)
+    sizes = ("--env-id", "my_env:Reach", "--num-envs", 64, "--num-minibatches", 4, "--learning-rate", 3e-3)
+    args = (*sizes, "--log-every", 4096, "--no-anneal-lr", *SAVED)
+    first = run(name, *args, "--total-timesteps", 4096, directory=tmp_path)
+    goes_on = ("--resume", checkpoint(tmp_path).parent, "--total-timesteps", 64 * 1024)
+    compiled = () if name == PAIR[0] else ("--compile",)
+    second = run(name, *goes_on, *compiled, directory=tmp_path)
+    before, after = (result["summary"]["episodic_return"] for result in (first, second))
+    assert after > before / 2  # both negative: it is faster there
 
 
 @pytest.mark.slow
