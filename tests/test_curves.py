@@ -184,7 +184,6 @@ def test_a_widened_copy_differs_in_its_networks_only(script, tmp_path):
     changed = [pair for pair in zip(text.split("\n"), wide.split("\n"), strict=True) if pair[0] != pair[1]]
     width = str(scaling.DEFAULTS[script]["width"])
     assert len(changed) >= (2 if script == "dqn" else 3)
-    assert all("Linear" in old or "layer" in old for old, _ in changed)
     assert all(old.replace(width, "1024") == new for old, new in changed)
 
 
