@@ -115,7 +115,9 @@ class Environment(nn.Module):
 
     One of your own needs `obs_dim`, `action_dim`, `reset` and `step`. It draws from PyTorch. Its state is in
     buffers that `step` writes to: checkpoints have them, and compiled or captured code finds them again.
-    There `step` may neither branch on a tensor's values nor make a tensor of numbers.
+    There `step` may neither branch on a tensor's values nor make a tensor of numbers. A class that builds on
+    this one has `draw`, first states of episodes, `move`, from actions to next states and rewards, and
+    `observe`, what is seen of states.
     """
 
     obs_dim: int
@@ -146,18 +148,6 @@ class Environment(nn.Module):
         self.state.copy_(torch.where(truncated[:, None], self.draw(), state))
         self.steps.mul_(~truncated)
         return self.observe(self.state), rewards, torch.zeros_like(truncated), truncated, self.observe(state)
-
-    def draw(self) -> Tensor:
-        """First states of episodes, (num_envs, state_dim)."""
-        raise NotImplementedError
-
-    def move(self, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """States after actions, (num_envs, state_dim), and rewards, (num_envs,)."""
-        raise NotImplementedError
-
-    def observe(self, state: Tensor) -> Tensor:
-        """What is seen of states: (num_envs, obs_dim)."""
-        raise NotImplementedError
 
 
 class Pendulum(Environment):
@@ -630,7 +620,7 @@ if __name__ == "__main__":
         torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
         torch._inductor.config.fallback_random = device.type == "cpu"  # as eager, and faster
         torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes seconds
-        torch._inductor.config.cpp.use_decompose_tanh = True  # by exp, in half of the time
+        torch._inductor.config.cpp.use_decompose_tanh = True  # by exp: faster where batches are large
         step, prepare, update = map(Compiled, (step, prepare, update))
     # [fast: graph capture] One launch for all kernels of an iteration.
     cudagraphs = args.cudagraphs and device.type == "cuda"
@@ -707,12 +697,8 @@ if __name__ == "__main__":
     summary = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False, **asdict(args)}
     summary["cudagraphs"] = cudagraphs  # [fast: graph capture]
     summary |= {"device": device.type, "folder": str(folder), "total_timesteps": global_step}
-    summary |= {
-        "updates": updates,
-        "sps": sps,
-        "episodes": sum(number for number, _ in returns),
-        "eval_returns": eval_returns,
-    }
+    summary |= {"updates": updates, "sps": sps, "eval_returns": eval_returns}
+    summary["episodes"] = int(sum(number for number, _ in returns))
     summary |= {"episodic_return": mean_return(100), "episodic_return_10": mean_return(10)}
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}
     print(json.dumps(summary))
