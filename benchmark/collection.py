@@ -175,7 +175,7 @@ COLLECTION = {
         losses=OF_PPO,
         full=5_000_000,
         num_envs=1024,
-        own_env_ids=("Pendulum-v1", "CartpoleSwingup"),
+        own_env_ids=("Pendulum-v1", "docs.examples.cartpole_swingup:CartpoleSwingup"),
         checks=(Check("Pendulum-v1", 2_000_000, -400, -100),),
     ),
     "ppo_continuous_action_lstm": Algorithm(

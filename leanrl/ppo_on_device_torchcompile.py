@@ -83,7 +83,7 @@ class Args:
     compile: bool = False  # compile steps, the preparation of the batch and the gradient step
     cudagraphs: bool = False  # capture a whole iteration
 
-    env_id: str = "Pendulum-v1"  # a name in ENVIRONMENTS, or module:Class, as `Environment` tells
+    env_id: str = "Pendulum-v1"  # that, or module:Class, a class that has what `Pendulum` has
     env_kwargs: Annotated[dict, JSON] = field(default_factory=dict)  # further arguments of the environment
     total_timesteps: PositiveInt = 5_000_000  # agent steps in all; a rollout beyond them is left out
     learning_rate: NonNegativeFloat = 1e-3  # the learning rate at the start
@@ -110,26 +110,30 @@ class Args:
 
 
 # ---- Environment -------------------------------------------------------------------------------------------
-class Environment(nn.Module):
-    """Many of a task at once, as tensors on the device.
+class Pendulum(nn.Module):
+    """Gymnasium's Pendulum-v1, many at once, as tensors on the device: torques in [-2, 2] swing it up.
 
-    One of your own needs `obs_dim`, `action_dim`, `reset` and `step`. It draws from PyTorch. Its state is in
-    buffers that `step` writes to: checkpoints have them, and compiled or captured code finds them again.
-    There `step` may neither branch on a tensor's values nor make a tensor of numbers. A class that builds on
-    this one has `draw`, first states of episodes, `move`, from actions to next states and rewards, and
-    `observe`, what is seen of states.
+    A class of your own has `obs_dim`, `action_dim`, `reset` and `step`, too. Its state is in buffers that
+    `step` writes to: checkpoints have them, and compiled or captured code finds them again. There `step` may
+    neither branch on a tensor's values nor make a tensor of numbers.
     """
 
-    obs_dim: int
-    action_dim: int
-    state_dim: int
-    max_steps: int  # after which an episode is truncated
+    obs_dim, action_dim = 3, 1
 
     def __init__(self, num_envs: int, device: torch.device):
         super().__init__()
-        self.num_envs = num_envs
-        self.state = nn.Buffer(torch.zeros(num_envs, self.state_dim, device=device))
+        self.state = nn.Buffer(torch.zeros(num_envs, 2, device=device))  # angle, 0 is up, and speed
         self.steps = nn.Buffer(torch.zeros(num_envs, device=device))  # of the episodes
+
+    def draw(self) -> Tensor:
+        """First states of episodes, (num_envs, 2)."""
+        angle, speed = (2 * torch.rand_like(self.state) - 1).unbind(dim=1)
+        return torch.stack([math.pi * angle, speed], dim=1)
+
+    def observe(self, state: Tensor) -> Tensor:
+        """What is seen of states (num_envs, 2), (num_envs, obs_dim)."""
+        angle, speed = state.unbind(dim=1)
+        return torch.stack([angle.cos(), angle.sin(), speed], dim=1)
 
     def reset(self) -> Tensor:
         """Begin episodes; returns their observations (num_envs, obs_dim)."""
@@ -143,70 +147,15 @@ class Environment(nn.Module):
         Returns what to act on next, (num_envs, obs_dim), rewards, terminated, truncated, (num_envs,) each,
         and what the actions led to, (num_envs, obs_dim): where an episode ends, its final observation.
         """
-        state, rewards = self.move(actions)
-        truncated = self.steps.add_(1) >= self.max_steps
-        self.state.copy_(torch.where(truncated[:, None], self.draw(), state))
-        self.steps.mul_(~truncated)
-        return self.observe(self.state), rewards, torch.zeros_like(truncated), truncated, self.observe(state)
-
-
-class Pendulum(Environment):
-    """Gymnasium's Pendulum-v1: torques in [-2, 2] swing it up. Its state: angle, 0 is up, and speed."""
-
-    obs_dim, action_dim, state_dim, max_steps = 3, 1, 2, 200
-
-    def draw(self) -> Tensor:
-        angle, speed = (2 * torch.rand_like(self.state) - 1).unbind(dim=1)
-        return torch.stack([math.pi * angle, speed], dim=1)
-
-    def move(self, actions: Tensor) -> tuple[Tensor, Tensor]:
         (angle, speed), torque = self.state.unbind(dim=1), actions[:, 0].clamp(-2, 2)
         from_up = torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
         rewards = -(from_up.square() + 0.1 * speed.square() + 0.001 * torque.square())
         speed = (speed + (15 * angle.sin() + 3 * torque) * 0.05).clamp(-8, 8)
-        return torch.stack([angle + speed * 0.05, speed], dim=1), rewards
-
-    def observe(self, state: Tensor) -> Tensor:
-        angle, speed = state.unbind(dim=1)
-        return torch.stack([angle.cos(), angle.sin(), speed], dim=1)
-
-
-class CartpoleSwingup(Environment):
-    """A cart swings a pole up and holds it there: forces in [-1, 1], of 10 N; episodes of 10 s.
-
-    Motion without friction: Florian, "Correct equations for the dynamics of the cart-pole system" (2007),
-    equations 23 and 24. Sizes and rewards, in [0, 1]: dm_control's cartpole swingup (Tassa et al.,
-    arXiv:1801.00690). The state: position, where the rail's ends stop the cart, angle, 0 is up, their speeds.
-    """
-
-    obs_dim, action_dim, state_dim, max_steps = 5, 1, 4, 1000
-
-    def draw(self) -> Tensor:
-        position, angle, speed, turning = (0.01 * torch.randn_like(self.state)).unbind(dim=1)
-        return torch.stack([position, math.pi + angle, speed, turning], dim=1)
-
-    def move(self, actions: Tensor) -> tuple[Tensor, Tensor]:
-        (position, angle, speed, turning), force = self.state.unbind(dim=1), actions[:, 0].clamp(-1, 1)
-        # Cart and pole have 1 and 0.1 kg, half the pole 0.5 m, a step 0.01 s.
-        sine, cosine = angle.sin(), angle.cos()
-        pushed = (10 * force + 0.05 * turning.square() * sine) / 1.1
-        turned = (9.81 * sine - cosine * pushed) / (0.5 * (4 / 3 - 0.1 * cosine.square() / 1.1))
-        speed = speed + 0.01 * (pushed - 0.05 * turned * cosine / 1.1)
-        turning = turning + 0.01 * turned
-        position, angle = position + 0.01 * speed, angle + 0.01 * turning
-        speed = torch.where(position.abs() < 1.8, speed, 0)
-        position = position.clamp(-1.8, 1.8)
-        # Each 1 where all is well; 0.1 at 2 m from the middle and at 5 rad/s.
-        centered, slow = 0.1 ** (position / 2).square(), 0.1 ** (turning / 5).square()
-        rewards = (1 + angle.cos()) / 2 * (1 + centered) / 2 * (5 - force.square()) / 5 * (1 + slow) / 2
-        return torch.stack([position, angle, speed, turning], dim=1), rewards
-
-    def observe(self, state: Tensor) -> Tensor:
-        position, angle, speed, turning = state.unbind(dim=1)
-        return torch.stack([position, angle.cos(), angle.sin(), speed, turning], dim=1)
-
-
-ENVIRONMENTS = {"Pendulum-v1": Pendulum, "CartpoleSwingup": CartpoleSwingup}
+        state = torch.stack([angle + speed * 0.05, speed], dim=1)
+        truncated = self.steps.add_(1) >= 200
+        self.state.copy_(torch.where(truncated[:, None], self.draw(), state))
+        self.steps.mul_(~truncated)
+        return self.observe(self.state), rewards, torch.zeros_like(truncated), truncated, self.observe(state)
 
 
 def make_environment(args: Args, num_envs: int, device: torch.device) -> nn.Module:
@@ -215,9 +164,9 @@ def make_environment(args: Args, num_envs: int, device: torch.device) -> nn.Modu
     if module:  # beside the script, in the current folder or installed
         sys.path.append(str(Path.cwd()))
         return getattr(importlib.import_module(module), name)(num_envs, device, **args.env_kwargs)
-    if name not in ENVIRONMENTS:
-        sys.exit(f"--env-id takes {', '.join(ENVIRONMENTS)} or module:Class, not {name}")
-    return ENVIRONMENTS[name](num_envs, device, **args.env_kwargs)
+    if name != "Pendulum-v1":
+        sys.exit(f"--env-id takes Pendulum-v1 or module:Class, not {name}")
+    return Pendulum(num_envs, device, **args.env_kwargs)
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class Args:
     atari_env_ids: tuple[str, ...] | None = None
     """environments of the Atari scripts; Breakout-v5, in the profile learning Pong-v5, too"""
     device_env_ids: tuple[str, ...] | None = None
-    """environments on the device; Pendulum-v1, in the profile learning CartpoleSwingup, too"""
+    """environments on the device; Pendulum-v1, in the profile learning a swing-up, too"""
     discrete_env_ids: tuple[str, ...] | None = None
     """environments of PPO, PQN and DQN for discrete actions; CartPole-v1, in the profile learning more"""
     total_timesteps: int | None = None
