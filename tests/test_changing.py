@@ -130,3 +130,28 @@ def test_masked_actions_are_never_taken():
         assert 0.3 < entropy < np.log(2) + 1e-3  # of two actions
         assert len(results[-1]["logged"]["charts/eval_return"]) == 1
     assert_same_numbers(*results, atol=3e-4)
+
+
+def test_discrete_actions_on_the_device():
+    """The eager file, its twin and the compiled twin compute the same; the pole is balanced for longer."""
+    name, results = "ppo_on_device", []
+    args = (
+        "--env-id",
+        "docs.examples.cart_pole:CartPole",
+        "--num-envs",
+        4,
+        "--num-steps",
+        128,
+        "--gamma",
+        0.99,
+    )
+    args += ("--gamma", 0.99, "--num-minibatches", 4, "--log-every", 512, "--no-anneal-lr")
+    with example("Discrete", name):
+        results.append(run(name, *args, "--total-timesteps", 2048))
+    with example("Discrete", f"{name}_torchcompile"):
+        results.append(run(f"{name}_torchcompile", *args, "--total-timesteps", 2048))
+        assert_same_numbers(*results)
+        results.append(run(f"{name}_torchcompile", *args, "--total-timesteps", 40_000, "--compile"))
+    before, after = (result["summary"]["episodic_return_10"] for result in results[1:])
+    assert after > 150 > 100 > before
+    assert 0 < results[-1]["losses"]["entropy"] < np.log(2)

@@ -14,6 +14,7 @@ from conftest import SAVED, assert_same_numbers, checkpoint, load, named, number
 from torch import Tensor, nn
 from traffic import counted_traffic
 
+from docs.examples.cart_pole import CartPole
 from docs.examples.cartpole_swingup import CartpoleSwingup
 
 PAIR = ["ppo_on_device", "ppo_on_device_torchcompile"]
@@ -70,7 +71,26 @@ def test_pendulum_is_gymnasiums(dtype, tolerance):
     assert [step for step, truncated in enumerate(truncations, start=1) if truncated] == [200, 400]
 
 
-def test_the_cart_pole_moves_as_lagranges_equations_say_and_has_its_rewards():
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_the_cart_pole_of_the_examples_is_gymnasiums(dtype, tolerance):
+    ours, theirs = CartPole(1, CPU).to(dtype), gym.make("CartPole-v1").unwrapped
+    ours.reset()
+    theirs.reset(seed=0)
+    ends = []
+    for push in np.random.default_rng(0).integers(2, size=500):
+        theirs.state, theirs.steps_beyond_terminated = ours.state[0].double().numpy(), None
+        _, reward, fallen, *_ = theirs.step(push)
+        _, rewards, terminated, _, final_obs = ours.step(torch.tensor([[push]], dtype=dtype))
+        expected = torch.tensor(theirs.state, dtype=dtype)[None]
+        torch.testing.assert_close(final_obs, expected, rtol=0, atol=tolerance)
+        assert rewards == reward and terminated == fallen
+        ends.append(fallen)
+    assert 10 < sum(ends) < 50
+    ours.steps.fill_(499)
+    assert ours.step(torch.zeros(1, 1))[3]
+
+
+def test_the_swing_up_moves_as_lagranges_equations_say_and_has_its_rewards():
     task = CartpoleSwingup(100, CPU).double()
     torch.manual_seed(0)
     states = torch.randn(100, 4, dtype=torch.float64)
