@@ -292,8 +292,9 @@ if __name__ == "__main__":
     carried.episode_length = nn.Buffer(torch.zeros(args.num_envs, device=device))
     carried.ended = nn.Buffer(torch.zeros(3, device=device))  # since the log: number, returns, lengths
     state = {"agent": agent, "optimizer": optimizer}  # what checkpoints hold: add modules and optimizers
-    state |= {"obs_moments": obs_moments, "return_moments": return_moments, "carried": carried}
-    state |= {"env": env} if isinstance(env, nn.Module) else {}  # another begins new episodes at --resume
+    state |= {"obs_moments": obs_moments, "return_moments": return_moments}
+    if isinstance(env, nn.Module):  # another, such as a simulator, begins new episodes at --resume
+        state |= {"env": env, "carried": carried}
     random = torch.cuda if device.type == "cuda" else torch  # has the state of the random numbers
     # Columns of a rollout, in which a row is a whole transition, and of the batch made of it.
     inputs = {"obs": env.obs_dim, "actions": env.action_dim}

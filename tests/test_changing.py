@@ -8,8 +8,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from capture import without_inductor
-from conftest import EACH_STEP, ROOT, assert_same_numbers, changed, draws_of_a_twin, play, run
+from capture import captured_on_cpu, without_inductor
+from conftest import EACH_STEP, ROOT, assert_same_numbers, changed, draws_of_a_twin, named, play, run
 from envs import scripted_rows
 
 SECTIONS = re.split(r"(?m)^## ", (ROOT / "docs" / "changing.md").read_text())
@@ -155,3 +155,19 @@ def test_discrete_actions_on_the_device():
     before, after = (result["summary"]["episodic_return_10"] for result in results[1:])
     assert after > 150 > 100 > before
     assert 0 < results[-1]["losses"]["entropy"] < np.log(2)
+
+
+def test_a_simulator_that_cannot_be_compiled_is_trained_by_the_twin_and_begins_anew(tmp_path):
+    name, args = "ppo_on_device", ("--env-id", "test_on_device:Simulator", "--num-envs", 3, "--num-steps", 8)
+    args += ("--num-minibatches", 2, "--log-every", 24, "--total-timesteps", 96)
+    eager = run(name, *args, "--checkpoint-every", 96, directory=tmp_path)
+    with example("A simulator", f"{name}_torchcompile"):
+        assert_same_numbers(eager, run(f"{name}_torchcompile", *args))
+        run(f"{name}_torchcompile", *args, "--compile")
+        with captured_on_cpu() as capture_times:
+            captured = run(f"{name}_torchcompile", *args, "--cudagraphs", cuda=True)
+        assert len(capture_times) == 2 and captured["summary"]["cudagraphs"]
+    resumed = run(
+        name, "--resume", next(tmp_path.glob("runs/*")), "--total-timesteps", 120, directory=tmp_path
+    )
+    assert not named(resumed["rollout"], resumed["columns"])["obs"][0, :, 0].any()  # episodes' first steps

@@ -52,6 +52,18 @@ class Scripted(nn.Module):
         return self.seen(self.steps), steps * 10 + actions[:, 0], terminated, truncated, self.seen(steps)
 
 
+class Simulator:
+    """The same, as one that cannot be compiled and whose state is in no checkpoint."""
+
+    def __init__(self, num_envs: int, device: torch.device):
+        self.task = Scripted(num_envs, device)
+        self.obs_dim, self.action_dim, self.reset = 2, 1, self.task.reset
+
+    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        *before, truncated, final_obs = self.task.step(actions)
+        return *before, truncated if truncated.any().item() else torch.zeros_like(truncated), final_obs
+
+
 # ---- Tasks -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_pendulum_is_gymnasiums(dtype, tolerance):
