@@ -69,6 +69,8 @@ class Algorithm:
     """whether its package has that, and not its repository alone"""
     leanrl: str | None = None
     """the original LeanRL's script; None where it has none, or one that needs gym"""
+    published_sps: int | None = None
+    """steps/s of the original's `--compile --cudagraphs` on an H100, by its README of 2024"""
     sb3: str | None = None
     """Stable-Baselines3's class"""
     sbx: str | None = None
@@ -113,6 +115,7 @@ COLLECTION = {
         learning_starts=5_000,
         cleanrl="sac_continuous_action",
         leanrl="sac_continuous_action",
+        published_sps=725,
         sb3="SAC",
         sbx="SAC",
         rltools="SAC",
@@ -130,6 +133,7 @@ COLLECTION = {
         learning_starts=25_000,
         cleanrl="td3_continuous_action",
         leanrl="td3_continuous_action",
+        published_sps=936,
         sb3="TD3",
         sbx="TD3",
         rltools="TD3",
@@ -160,6 +164,7 @@ COLLECTION = {
         seeds=tuple(range(1, 11)),
         cleanrl="ppo_continuous_action",
         leanrl="ppo_continuous_action",
+        published_sps=1_774,
         sb3="PPO",
         sbx="PPO",
         checks=(
@@ -212,6 +217,7 @@ COLLECTION = {
         **ATARI,
         losses=OF_PPO,
         cleanrl="ppo_atari_envpool",
+        published_sps=6_809,
         sb3="PPO",  # SBX has no policy for images
         checks=(Check("Breakout-v5", 200_000, 3.5, 20),),
     ),

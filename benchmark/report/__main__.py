@@ -30,6 +30,7 @@ MARKED = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTA
 TABLES = {
     "speed": speed.speed_table,
     "algorithms": lambda lines: speed.algorithms_table([*lines, *environments.published_runs(64)]),
+    "beside_original": speed.beside_original_table,
     "check": speed.check_table,
     "returns": learning.returns_table,
     "headline": partial(learning.returns_table, short=True),

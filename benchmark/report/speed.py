@@ -78,6 +78,20 @@ def algorithms_table(lines: list[dict]) -> str:
     return markdown(["steps/s", *(MODES[mode].label for mode in shown), "x the best other library"], rows)
 
 
+@by_machine
+def beside_original_table(lines: list[dict]) -> str:
+    """Steps/s of each run on a GPU, of the algorithms of which the original LeanRL has published its own."""
+    rows = []
+    for (name, env_id), group in by(timed(lines), "algorithm", "env_id").items():
+        if COLLECTION[name].published_sps:
+            modes = by_mode(group)
+            figures = [sorted(line["sps"] for line in modes[mode]) for mode in ("eager", "both")]
+            cells = [" and ".join(f"{sps:,.0f}" for sps in of_mode) for of_mode in figures]
+            rows.append([f"{name}, {env_id}", *cells, f"{COLLECTION[name].published_sps:,}"])
+    header = ["steps/s", MODES["eager"].label, MODES["both"].label, "the original's, published"]
+    return markdown(header, rows)
+
+
 def task_of(env_id: str) -> str:
     """The last part of an environment's name: CheetahRun-v1 of pool:EnvPool/CheetahRun-v1."""
     return re.split("[:/]", env_id)[-1]
