@@ -179,7 +179,7 @@ def test_eager_twin_and_compiled_twin_compute_the_same(case):
     for result in results:
         # Adam's first steps divide by gradients near zero, where rounding decides: a parameter may differ by
         # one step of the learning rate, of 20 or 8.
-        conftest.assert_same_numbers(results[0], result, atol=3e-4 if on_policy else 1e-3, share=2e-3)
+        conftest.assert_same_numbers(results[0], result, atol=3e-4 if on_policy else 1e-3, share=5e-3)
         # No tensor holds more than what it was computed from: else memory would grow without end.
         modules = [item for item in result["state"].values() if isinstance(item, nn.Module)]
         tensors = [tensor for module in modules for tensor in module.state_dict(keep_vars=True).values()]
