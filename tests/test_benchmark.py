@@ -83,6 +83,35 @@ def test_machines_are_never_mixed():
     assert all(text in part for text, part in zip(expected, parts, strict=True))
 
 
+def test_a_check_has_its_returns_by_machine():
+    [check, *_] = COLLECTION["dqn"].checks
+    about = {"algorithm": "dqn", "env_id": check.env_id, "steps": check.steps}
+    lines = [line("compile", 1.0, episodic_return=value, **about) for value in (300.0, 310.0)]
+    lines += [line("compile", 1.0, episodic_return=290.0, threads=1, **about)]
+    lines += [line("eager", 1.0, episodic_return=280.0, threads=1, **about)]
+    table, told, *below = speed.check_table(lines).split("\n\n")
+    assert [row.split(" | ")[2] for row in table.split("\n")[2:]] == ["-; 280.0", "300.0, 310.0; 290.0"]
+    assert told == "All are within bounds."
+    assert [text.split(";")[0] for text in below] == ["A CPU, 2 cores", "A CPU, 2 cores, OMP_NUM_THREADS=1"]
+
+
+def test_a_page_tells_its_usual_versions_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    usual = {"python": "3", "torch": "2", "gymnasium": "1"}
+    hashes = [str(number) * 40 for number in range(5)]
+    of_usual = [line("eager", 1.0, git_commit=commit, versions=usual) for commit in hashes]
+    records.replace(tmp_path / "usual.jsonl", of_usual)
+    records.replace(tmp_path / "other.jsonl", [line("eager", 1.0, versions=usual | {"torch": "2.1"})])
+    tables = [f"<!-- table: {name} -->\n<!-- end -->" for name in ("speed usual.jsonl", "speed other.jsonl")]
+    told = [text.split("\n")[-3] for text in report.render("|".join(tables)).split("<!-- end -->")[:2]]
+    assert told[0] == "A CPU, 2 cores; no GPU; python 3, torch 2, gymnasium 1; 5 commits"
+    page = report.render("\n".join([*tables, "<!-- table: versions usual.jsonl -->\n<!-- end -->"]))
+    told = [text.split("\n")[-3] for text in page.split("<!-- end -->")[:3]]
+    short = ["A CPU, 2 cores; no GPU; 5 commits", "A CPU, 2 cores; no GPU; torch 2.1; commit 0123456"]
+    assert told == [*short, "python 3, torch 2, gymnasium 1"]
+    assert report.render(page) == page
+
+
 def test_gpu_seconds_are_those_of_a_million_steps_that_learn():
     """Where these take five seconds or more; of several agents, as a run on record has, of all."""
     half = [line("both", 700, gpu_busy_seconds=busy, learning_starts=2_000) for busy in (4.0, 5.0, 6.0)]

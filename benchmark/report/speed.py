@@ -14,6 +14,7 @@ from benchmark.tables import (
     by_task,
     fastest,
     machine,
+    machine_of,
     machines,
     markdown,
     name_of,
@@ -89,23 +90,31 @@ def check_rows(lines: list[dict]) -> list[list[str]]:
     # Results of 0.2 have the names that EnvPool itself gives to its tasks.
     trained = [line | {"task": task_of(line["env_id"])} for line in trained]
     groups = by(trained, "algorithm", "task", "steps", "mode")
-    rows = []
+    rows, hosts = [], [machine_of(group[0]) for group in machines(trained)]
     for name, algorithm in COLLECTION.items():
         for check, mode in itertools.product(algorithm.checks, MODES):
             if not (runs := groups.get((name, task_of(check.env_id), check.steps, mode))):
                 continue
             done = [line for line in runs if line["status"] == "ok"]
             returns = [line["episodic_return"] for line in done if line["episodic_return"] is not None]
-            shown, missing = [f"{value:.1f}" for value in returns], len(runs) - len(returns)
+            shown, missing = [reached_on(host, done) for host in hosts], len(runs) - len(returns)
             shown += [f"{missing} failed"] if missing else []
             within = not missing and all(check.least <= value <= check.most for value in returns)
             title = f"{name}, {runs[0]['env_id']}: {name_of(mode, done or runs)}"
             bounds = f"{check.least:g} to {check.most:g}"
-            rows.append([title, f"{check.steps:,}", ", ".join(shown), bounds, PASSED if within else MISSED])
+            rows.append([title, f"{check.steps:,}", "; ".join(shown), bounds, PASSED if within else MISSED])
     return rows
 
 
+def reached_on(host: tuple, runs: list[dict]) -> str:
+    """The returns of the runs on one machine, or a dash where there are none."""
+    values = [line["episodic_return"] for line in runs if machine_of(line) == host]
+    return ", ".join(f"{value:.1f}" for value in values if value is not None) or "-"
+
+
 def check_table(lines: list[dict]) -> str:
-    """The runs of the profile check, of all machines: returns by seed, bounds, whether all are within."""
+    """The runs of the profile check: returns by machine and seed, bounds, and which rows missed them."""
+    rows = [[*row[:-1], "" if row[-1] == PASSED else row[-1]] for row in check_rows(lines)]
     header = ["", "steps", "return, last 100 episodes, by seed", "bounds", ""]
-    return "\n\n".join([markdown(header, check_rows(lines)), *map(machine, machines(lines))])
+    table = markdown(header, rows) + ("" if any(row[-1] for row in rows) else "\n\nAll are within bounds.")
+    return "\n\n".join([table, *map(machine, machines(lines))])
