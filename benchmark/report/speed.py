@@ -3,6 +3,7 @@
 import itertools
 import re
 import statistics
+from functools import partial
 
 from benchmark.collection import COLLECTION
 from benchmark.modes import LIBRARIES, MODES
@@ -47,8 +48,7 @@ def busy_per_million(runs: list[dict]) -> float | None:
     return statistics.median(values) if values else None
 
 
-@by_machine
-def speed_table(lines: list[dict]) -> str:
+def of_one_machine(lines: list[dict], with_startup: bool = True) -> str:
     """Agent steps per second of each algorithm and mode: median, range, ratios, start-up, GPU seconds."""
     groups, rows = by_task(timed(lines)), []
     several = len(groups) > len(by(timed(lines), "algorithm"))
@@ -59,12 +59,16 @@ def speed_table(lines: list[dict]) -> str:
             name = f"{algorithm}{f', {env_id}, {steps:,} steps' if several else ''}: {name_of(mode, runs)}"
             cells = [speeds(runs), *(ratio(runs, modes.get(base)) for base in ("eager", "sbx"))]
             for cold in (True, False):
-                started = [line for line in runs if line.get("cold_start") is cold]
+                started = [line for line in runs if with_startup and line.get("cold_start") is cold]
                 cells.append(median_of(started, "startup_seconds"))
             busy = busy_per_million(runs) if on_gpu else None
             rows.append([name, *cells, "" if busy is None else f"{busy:.0f}"])
     header = ["", "steps/s, median (range)", "x eager (by seed)", "x SBX (by seed)", "start-up cold, s"]
     return markdown([*header, "warm, s", "GPU-busy s per 1M steps that learn"], rows)
+
+
+speed_table = by_machine(of_one_machine)
+rates_table = by_machine(partial(of_one_machine, with_startup=False))
 
 
 @by_machine
