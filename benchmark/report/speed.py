@@ -57,6 +57,8 @@ def of_one_machine(lines: list[dict], with_startup: bool = True) -> str:
         modes = by_mode(group)
         for mode, runs in modes.items():
             name = f"{algorithm}{f', {env_id}, {steps:,} steps' if several else ''}: {name_of(mode, runs)}"
+            # So long a name stands once.
+            name = f"…{name_of(mode, runs)}" if several and mode != next(iter(modes)) else name
             cells = [speeds(runs), *(ratio(runs, modes.get(base)) for base in ("eager", "sbx"))]
             for cold in (True, False):
                 started = [line for line in runs if with_startup and line.get("cold_start") is cold]
