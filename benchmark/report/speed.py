@@ -48,8 +48,11 @@ def busy_per_million(runs: list[dict]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def of_one_machine(lines: list[dict], with_startup: bool = True) -> str:
-    """Agent steps per second of each algorithm and mode: median, range, ratios, start-up, GPU seconds."""
+def of_one_machine(lines: list[dict], brief: bool = False) -> str:
+    """Agent steps per second of each algorithm and mode: median, range, ratios, start-up, GPU seconds.
+
+    A brief table has no start-up, and ratios to eager alone.
+    """
     groups, rows = by_task(timed(lines)), []
     several = len(groups) > len(by(timed(lines), "algorithm"))
     on_gpu = any(line.get("gpu_busy_seconds") for line in lines)
@@ -59,9 +62,10 @@ def of_one_machine(lines: list[dict], with_startup: bool = True) -> str:
             name = f"{algorithm}{f', {env_id}, {steps:,} steps' if several else ''}: {name_of(mode, runs)}"
             # So long a name stands once.
             name = f"…{name_of(mode, runs)}" if several and mode != next(iter(modes)) else name
-            cells = [speeds(runs), *(ratio(runs, modes.get(base)) for base in ("eager", "sbx"))]
+            cells = [speeds(runs), ratio(runs, modes.get("eager"))]
+            cells.append("" if brief else ratio(runs, modes.get("sbx")))
             for cold in (True, False):
-                started = [line for line in runs if with_startup and line.get("cold_start") is cold]
+                started = [line for line in runs if not brief and line.get("cold_start") is cold]
                 cells.append(median_of(started, "startup_seconds"))
             busy = busy_per_million(runs) if on_gpu else None
             rows.append([name, *cells, "" if busy is None else f"{busy:.0f}"])
@@ -70,7 +74,7 @@ def of_one_machine(lines: list[dict], with_startup: bool = True) -> str:
 
 
 speed_table = by_machine(of_one_machine)
-rates_table = by_machine(partial(of_one_machine, with_startup=False))
+rates_table = by_machine(partial(of_one_machine, brief=True))
 
 
 @by_machine
@@ -97,6 +101,7 @@ def check_rows(lines: list[dict]) -> list[list[str]]:
     trained = [line | {"task": task_of(line["env_id"])} for line in trained]
     groups = by(trained, "algorithm", "task", "steps", "mode")
     rows, hosts = [], [machine_of(group[0]) for group in machines(trained)]
+    several = len(by(trained, "mode")) > 1
     for name, algorithm in COLLECTION.items():
         for check, mode in itertools.product(algorithm.checks, MODES):
             if not (runs := groups.get((name, task_of(check.env_id), check.steps, mode))):
@@ -106,7 +111,8 @@ def check_rows(lines: list[dict]) -> list[list[str]]:
             shown, missing = [reached_on(host, done) for host in hosts], len(runs) - len(returns)
             shown += [f"{missing} failed"] if missing else []
             within = not missing and all(check.least <= value <= check.most for value in returns)
-            title = f"{name}, {runs[0]['env_id']}: {name_of(mode, done or runs)}"
+            title = f"{name}, {runs[0]['env_id']}"
+            title += f": {name_of(mode, done or runs)}" if several else ""
             bounds = f"{check.least:g} to {check.most:g}"
             rows.append([title, f"{check.steps:,}", "; ".join(shown), bounds, PASSED if within else MISSED])
     return rows
@@ -121,6 +127,8 @@ def reached_on(host: tuple, runs: list[dict]) -> str:
 def check_table(lines: list[dict]) -> str:
     """The runs of the profile check: returns by machine and seed, bounds, and which rows missed them."""
     rows = [[*row[:-1], "" if row[-1] == PASSED else row[-1]] for row in check_rows(lines)]
-    header = ["", "steps", "return, last 100 episodes, by seed", "bounds", ""]
+    modes = by_mode(lines)
+    alone = "".join(name_of(mode, runs) for mode, runs in modes.items()) if len(modes) == 1 else ""
+    header = [alone, "steps", "return, last 100 episodes, by seed", "bounds", ""]
     table = markdown(header, rows) + ("" if any(row[-1] for row in rows) else "\n\nAll are within bounds.")
     return "\n\n".join([table, *map(machine, machines(lines))])
