@@ -23,7 +23,7 @@ from benchmark import curve, machine, profile_run, records, terminal
 from benchmark.collection import COLLECTION
 from benchmark.report import __main__ as report
 from benchmark.report import plots, speed
-from benchmark.studies import cuda_code
+from benchmark.studies import cuda_code, tricks
 from benchmark.sweep import process
 
 NAMES = sorted(path.stem for path in LEANRL.glob("*.py") if path.stem != "pool")
@@ -60,6 +60,16 @@ def test_speed_table_gives_median_range_and_ratios():
     assert "| sac: SBX (JAX) | 80 | 0.84 | 1.00 |  |  |" in table
     assert table.endswith("A CPU, 2 cores; no GPU; python 3.12.1; commit 0123456")
     assert "| sac: LeanRL eager | 95 (90-100) | 1.00 |\n" in speed.rates_table(lines)
+
+
+def test_a_long_name_stands_in_the_first_row_of_its_runs():
+    lines = [line(mode, 1.0, steps=steps) for steps in (10, 20) for mode in ("eager", "compile")]
+    names = [row.split(" | ")[0] for row in speed.speed_table(lines).split("\n")[2:6]]
+    first = [f"| sac, World-v0, {steps} steps: LeanRL eager" for steps in (10, 20)]
+    assert names == [first[0], "| …LeanRL `--compile`", first[1], "| …LeanRL `--compile`"]
+    calls = [line("", None, title=title, variant=of, microseconds=1.0) for title in "ab" for of in "xy"]
+    names = [row.split(" | ")[0] for row in tricks.table(calls).split("\n")[2:6]]
+    assert names == ["| a: x", "| …y", "| b: x", "| …y"]
 
 
 def test_speed_plot_shows_medians_and_their_ratios():
