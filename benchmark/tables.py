@@ -110,18 +110,23 @@ def machine(lines: list[dict]) -> str:
     return f"{processor(lines[0])}; {f'{gpu}{shared}' if gpu else 'no GPU'}; {packages_and_commits(lines)}"
 
 
-def packages_and_commits(lines: list[dict]) -> str:
-    """The versions and commits that runs were made with, all of them where runs differ."""
+def packages(lines: list[dict]) -> str:
+    """The versions that runs were made with, all of them where runs differ."""
     versions: dict[str, set[str]] = {}
     for line in lines:
         for package, version in line["versions"].items():
             versions.setdefault(package, set()).update([version] if version else [])
-    packages = [f"{package} {'/'.join(sorted(found))}" for package, found in versions.items() if found]
+    return ", ".join(f"{package} {'/'.join(sorted(found))}" for package, found in versions.items() if found)
+
+
+def packages_and_commits(lines: list[dict]) -> str:
+    """The versions and commits that runs were made with; of more than four commits their number."""
     known = {line["git_commit"] for line in lines if line.get("git_commit")}
     commits = sorted(commit[:7] + commit[40:] for commit in known)
     if known and not all(line.get("git_commit") for line in lines):
         commits.append("some not recorded")
-    return ", ".join(packages) + (f"; commit {', '.join(commits)}" if commits else "")
+    told = f"; commit {', '.join(commits)}" if len(commits) < 5 else f"; {len(commits)} commits"
+    return packages(lines) + (told if commits else "")
 
 
 def by_machine(table: Callable[[list[dict]], str]) -> Callable[[list[dict]], str]:

@@ -23,7 +23,7 @@ from benchmark import curve, machine, profile_run, records, terminal
 from benchmark.collection import COLLECTION
 from benchmark.report import __main__ as report
 from benchmark.report import plots, speed
-from benchmark.studies import cuda_code
+from benchmark.studies import cuda_code, tricks
 from benchmark.sweep import process
 
 NAMES = sorted(path.stem for path in LEANRL.glob("*.py") if path.stem != "pool")
@@ -59,6 +59,17 @@ def test_speed_table_gives_median_range_and_ratios():
     assert "| sac: LeanRL `--compile` | 180 (150-400) | 1.89 (1.50-2.00) | 2.25 | 20.0 | 3.0 |" in table
     assert "| sac: SBX (JAX) | 80 | 0.84 | 1.00 |  |  |" in table
     assert table.endswith("A CPU, 2 cores; no GPU; python 3.12.1; commit 0123456")
+    assert "| sac: LeanRL eager | 95 (90-100) | 1.00 |\n" in speed.rates_table(lines)
+
+
+def test_a_long_name_stands_in_the_first_row_of_its_runs():
+    lines = [line(mode, 1.0, steps=steps) for steps in (10, 20) for mode in ("eager", "compile")]
+    names = [row.split(" | ")[0] for row in speed.speed_table(lines).split("\n")[2:6]]
+    first = [f"| sac, World-v0, {steps} steps: LeanRL eager" for steps in (10, 20)]
+    assert names == [first[0], "| …LeanRL `--compile`", first[1], "| …LeanRL `--compile`"]
+    calls = [line("", None, title=title, variant=of, microseconds=1.0) for title in "ab" for of in "xy"]
+    names = [row.split(" | ")[0] for row in tricks.table(calls).split("\n")[2:6]]
+    assert names == ["| a: x", "| …y", "| b: x", "| …y"]
 
 
 def test_speed_plot_shows_medians_and_their_ratios():
@@ -81,6 +92,35 @@ def test_machines_are_never_mixed():
     expected += ["| 50 |", "A CPU, 2 cores, OMP_NUM_THREADS=1; no GPU"]
     expected += ["| 3000 |", "A GPU, 2 runs at a time on it"]
     assert all(text in part for text, part in zip(expected, parts, strict=True))
+
+
+def test_a_check_has_its_returns_by_machine():
+    [check, *_] = COLLECTION["dqn"].checks
+    about = {"algorithm": "dqn", "env_id": check.env_id, "steps": check.steps}
+    lines = [line("compile", 1.0, episodic_return=value, **about) for value in (300.0, 310.0)]
+    lines += [line("compile", 1.0, episodic_return=290.0, threads=1, **about)]
+    lines += [line("eager", 1.0, episodic_return=280.0, threads=1, **about)]
+    table, told, *below = speed.check_table(lines).split("\n\n")
+    assert [row.split(" | ")[2] for row in table.split("\n")[2:]] == ["-; 280.0", "300.0, 310.0; 290.0"]
+    assert told == "All are within bounds."
+    assert [text.split(";")[0] for text in below] == ["A CPU, 2 cores", "A CPU, 2 cores, OMP_NUM_THREADS=1"]
+
+
+def test_a_page_tells_its_usual_versions_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    usual = {"python": "3", "torch": "2", "gymnasium": "1"}
+    hashes = [str(number) * 40 for number in range(5)]
+    of_usual = [line("eager", 1.0, git_commit=commit, versions=usual) for commit in hashes]
+    records.replace(tmp_path / "usual.jsonl", of_usual)
+    records.replace(tmp_path / "other.jsonl", [line("eager", 1.0, versions=usual | {"torch": "2.1"})])
+    tables = [f"<!-- table: {name} -->\n<!-- end -->" for name in ("speed usual.jsonl", "speed other.jsonl")]
+    told = [text.split("\n")[-3] for text in report.render("|".join(tables)).split("<!-- end -->")[:2]]
+    assert told[0] == "A CPU, 2 cores; no GPU; python 3, torch 2, gymnasium 1; 5 commits"
+    page = report.render("\n".join([*tables, "<!-- table: versions usual.jsonl -->\n<!-- end -->"]))
+    told = [text.split("\n")[-3] for text in page.split("<!-- end -->")[:3]]
+    short = ["A CPU, 2 cores; no GPU; 5 commits", "A CPU, 2 cores; no GPU; torch 2.1; commit 0123456"]
+    assert told == [*short, "python 3, torch 2, gymnasium 1"]
+    assert report.render(page) == page
 
 
 def test_gpu_seconds_are_those_of_a_million_steps_that_learn():

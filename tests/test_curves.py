@@ -50,11 +50,25 @@ def test_returns_stand_beside_the_literature():
     assert second.startswith(f"| {TD3}, HalfCheetah-v4 | 1.00M of 3.00M | 1 | 7000 | 7000 | 9583 ± 126, 1M |")
     assert third.startswith(f"| {TD3}, Hopper-v4 | 0.30M of 1.00M | 1 | 500 | 500 | 3135 ± 360 |")
     assert below == [f"On their way: {TD3} HalfCheetah-v4 seed 4 at 0.90M: 1.0.", "A CPU; torch 2"]
+    assert first.endswith("| authors 9637 ± 859, best of a run; Tianshou 10201 ± 773, best of a run |")
+    assert "| 2 | 9000 [9000, 9000] | all 9000 |" in learning.returns_table([runs[0], line(2, 9000.0)])
     # The README's has what has ended.
     assert learning.returns_table([*runs, longer], short=True).split("\n")[2:] == [f"{start} 9583 ± 126 |"]
     # A sweep's has what its modes have reached.
     assert learning.sweep_table([runs[1], runs[2], runs[0]]).split("\n")[2:] == [
         f"| {TD3}, HalfCheetah-v4: LeanRL `--compile` | 1,000,000 | 2 | 9500 [9000, 10000] | 9000, 10000 |"
+    ]
+
+
+def test_a_source_of_the_literature_has_one_row():
+    source = {"source": "CleanRL", "about": "a page", "url": "an address", "spread_of": "deviation of seeds"}
+    source |= {"returns": "training", "seeds": 3, "version": "-v4", "algorithm": "sac"}
+    lines = [source | change for change in ({}, {"version": "-v1"}, {"algorithm": "dqn", "seeds": 4})]
+    _, _, *rows = learning.literature_table([*lines, source | {"returns": "evaluation"}]).split("\n")
+    start = "| CleanRL: [a page](an address)"
+    assert rows == [
+        f"{start} | dqn (-v4), sac (-v4, -v1) | 3/4 | seeds | training |",
+        f"{start} | sac (-v4) | 3 | seeds | evaluation |",
     ]
 
 

@@ -5,7 +5,8 @@
 
 A table stands between `<!-- table: KIND FILE -->` and `<!-- end -->`; KIND is a key of TABLES or the name of
 a study, FILE a file in benchmark/results/. Nothing between the two is written by hand, and nothing stands
-there as long as there is no such file. A study is a file of benchmark/studies/ with a function `check(line)`
+there as long as there is no such file. What the table `versions` of a page has, other lines of the page leave
+out. A study is a file of benchmark/studies/ with a function `check(line)`
 and, for its table, `table(lines)` or, for plots/FILE-STUDY.png, `plot(lines, curves)`.
 """
 
@@ -20,7 +21,7 @@ from benchmark import RESULTS, ROOT, records
 from benchmark.collection import COLLECTION
 from benchmark.report import learning, plots, speed
 from benchmark.studies import environments
-from benchmark.tables import machines, timed
+from benchmark.tables import machines, packages, timed
 from benchmark.terminal import refuse
 
 SHOWN = re.compile(r"\((?:docs/)?plots/((\w+)-([\w-]+)\.png)\)")
@@ -29,6 +30,7 @@ MARKED = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTA
 # Tables of runs and of the literature, by kind.
 TABLES = {
     "speed": speed.speed_table,
+    "rates": speed.rates_table,
     "algorithms": lambda lines: speed.algorithms_table([*lines, *environments.published_runs(64)]),
     "beside_original": speed.beside_original_table,
     "check": speed.check_table,
@@ -36,6 +38,7 @@ TABLES = {
     "headline": partial(learning.returns_table, short=True),
     "ablation": learning.ablation_table,
     "literature": learning.literature_table,
+    "versions": packages,
 }
 # Plots of a sweep's runs on one machine, and of returns, which are the same on all.
 PLOTS = {
@@ -67,10 +70,24 @@ def render(text: str) -> str:
             kinds = ", ".join(TABLES)
             raise records.ResultsError(f"there is no table of kind {kind}; kinds are {kinds}, and studies")
         make, check = found
-        content = f"\n{make(records.read(path, check))}\n\n" if path.exists() else ""
-        return f"{match[1]}{content}{match[4]}"
+        made = make(records.read(path, check)) if path.exists() else ""
+        shown = made if kind == "versions" else without(made, usual)
+        return f"{match[1]}\n{shown}\n\n{match[4]}" if made else f"{match[1]}{match[4]}"
 
+    usual: set[str] = set()
+    for _, kind, file, _ in MARKED.findall(text):
+        usual |= set(packages(records.read(RESULTS / file)).split(", ")) if kind == "versions" else set()
     return MARKED.sub(table, text)
+
+
+def without(table: str, usual: set[str]) -> str:
+    """A table whose lines below, such as "a CPU, 2 cores; no GPU; torch 2, numpy 1", lack what is usual."""
+    lines = table.split("\n")
+    for index, line in enumerate(lines):
+        if not line.startswith("|"):
+            parts = [[item for item in part.split(", ") if item not in usual] for part in line.split("; ")]
+            lines[index] = "; ".join(", ".join(part) for part in parts if part)
+    return "\n".join(lines)
 
 
 def save(figure, path: Path) -> None:

@@ -29,7 +29,9 @@ from benchmark.terminal import refuse
 
 LAST = 100  # training episodes, whose mean return is what a run has reached
 THROUGH = 0.95  # of the steps of the longest run: what is less far is not part of a mean, nor in the README
-SOURCES = ("CleanRL", "Stable-Baselines3 zoo", "authors", "others")  # columns of the literature's figures
+# Columns of the literature's figures, and the sources in each.
+SOURCES = {name: (name,) for name in ("CleanRL", "Stable-Baselines3 zoo")} | {"others": ("authors", "others")}
+OF_A_SOURCE = ("source", "about", "url", "spread_of", "returns")
 # modes, which compute the same: the twin as people run it, without a GPU and with one
 TAKEN = ("compile", "both")
 THIN = {"color": "#777777", "linewidth": 0.6, "alpha": 0.8}
@@ -85,8 +87,9 @@ def reached(runs: list[dict]) -> str:
 
 
 def by_seed(runs: list[dict]) -> str:
-    """What each of these runs has reached."""
-    return ", ".join(told(run["episodic_return"]) for run in runs)
+    """What each of these runs has reached; of several equal ones it once."""
+    values = [told(run["episodic_return"]) for run in runs]
+    return f"all {values[0]}" if len(values) > 1 and len({*values}) == 1 else ", ".join(values)
 
 
 def literature() -> dict[tuple, list[dict]]:
@@ -99,7 +102,8 @@ def reached_by_others(lines: list[dict], asked: int) -> str:
     """The literature's figures of one cell, with their steps where those are not the ones asked for."""
     cells = []
     for line in lines:
-        name = line["about"].split(",")[0].split("'")[0] if line["source"] == "others" else ""
+        names = {"others": line["about"].split(",")[0].split("'")[0], "authors": "authors"}
+        name = names.get(line["source"], "")
         figures = f"{name} {line['mean']:g} ± {line['spread']:g}".strip()
         steps = line["steps"] if counted(line["steps"]) != asked else ""
         cells.append(", ".join(filter(None, [figures, steps, line["note"]])))
@@ -120,7 +124,7 @@ def trained(lines: list[dict]) -> list[dict]:
 
 def returns_table(lines: list[dict], short: bool = False) -> str:
     """Mean return of the last training episodes over seeds, with its interval, beside the literature's."""
-    others, sources = literature(), SOURCES[:1] if short else SOURCES
+    others, columns = literature(), ["CleanRL"] if short else list(SOURCES)
     rows, behind = [], []
     for (algorithm, env_id, asked), found in by_task(trained(lines)).items():
         runs, most = through(found)
@@ -129,9 +133,11 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
         behind += [run for run in found if run not in runs]
         cells = [f"{algorithm}, {env_id}", how_far(most, asked), str(len(runs)), reached(runs)]
         cells.append("" if short else by_seed(runs))
-        cells += [reached_by_others(others.get((algorithm, env_id, name), []), asked) for name in sources]
+        for column in columns:
+            figures = [one for name in SOURCES[column] for one in others.get((algorithm, env_id, name), [])]
+            cells.append(reached_by_others(figures, asked))
         rows.append(cells)
-    header = ["", "steps", "seeds", "mean return [95 % interval]", "by seed", *sources]
+    header = ["", "steps", "seeds", "mean return [95 % interval]", "by seed", *columns]
     if short:
         return markdown(header, rows)
     going = []
@@ -182,12 +188,15 @@ def made_with(lines: list[dict]) -> str:
 
 
 def literature_table(lines: list[dict]) -> str:
-    """Where the literature's figures come from."""
+    """Where the literature's figures come from: a row a source, with its environments by script."""
     rows = []
-    for (source, about, url, *_), group in by(lines, "source", "about", "url", "version", "returns").items():
-        rows.append([f"{source}: [{about}]({url})", ", ".join(sorted({line["algorithm"] for line in group}))])
-        rows[-1] += [str(group[0][key] or "") for key in ("version", "seeds", "spread_of", "returns")]
-    return markdown(["", "scripts", "environments", "seeds", "±", "returns"], rows)
+    for (source, about, url, spread_of, returns), group in by(lines, *OF_A_SOURCE).items():
+        versions = {name: by(of, "version") for (name,), of in sorted(by(group, "algorithm").items())}
+        scripts = [f"{name} ({', '.join(version for (version,) in of)})" for name, of in versions.items()]
+        seeds = "/".join(str(count) for count in sorted({line["seeds"] or 0 for line in group}) if count)
+        over = spread_of.removeprefix("deviation of ")
+        rows.append([f"{source}: [{about}]({url})", ", ".join(scripts), seeds, over, returns])
+    return markdown(["", "scripts and environments", "seeds", "± over", "returns"], rows)
 
 
 def draw(axis, curves: list[dict]) -> None:

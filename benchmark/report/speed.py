@@ -3,6 +3,7 @@
 import itertools
 import re
 import statistics
+from functools import partial
 
 from benchmark.collection import COLLECTION
 from benchmark.modes import LIBRARIES, MODES
@@ -14,6 +15,7 @@ from benchmark.tables import (
     by_task,
     fastest,
     machine,
+    machine_of,
     machines,
     markdown,
     name_of,
@@ -46,9 +48,11 @@ def busy_per_million(runs: list[dict]) -> float | None:
     return statistics.median(values) if values else None
 
 
-@by_machine
-def speed_table(lines: list[dict]) -> str:
-    """Agent steps per second of each algorithm and mode: median, range, ratios, start-up, GPU seconds."""
+def of_one_machine(lines: list[dict], brief: bool = False) -> str:
+    """Agent steps per second of each algorithm and mode: median, range, ratios, start-up, GPU seconds.
+
+    A brief table has no start-up, and ratios to eager alone.
+    """
     groups, rows = by_task(timed(lines)), []
     several = len(groups) > len(by(timed(lines), "algorithm"))
     on_gpu = any(line.get("gpu_busy_seconds") for line in lines)
@@ -56,14 +60,21 @@ def speed_table(lines: list[dict]) -> str:
         modes = by_mode(group)
         for mode, runs in modes.items():
             name = f"{algorithm}{f', {env_id}, {steps:,} steps' if several else ''}: {name_of(mode, runs)}"
-            cells = [speeds(runs), *(ratio(runs, modes.get(base)) for base in ("eager", "sbx"))]
+            # So long a name stands once.
+            name = f"…{name_of(mode, runs)}" if several and mode != next(iter(modes)) else name
+            cells = [speeds(runs), ratio(runs, modes.get("eager"))]
+            cells.append("" if brief else ratio(runs, modes.get("sbx")))
             for cold in (True, False):
-                started = [line for line in runs if line.get("cold_start") is cold]
+                started = [line for line in runs if not brief and line.get("cold_start") is cold]
                 cells.append(median_of(started, "startup_seconds"))
             busy = busy_per_million(runs) if on_gpu else None
             rows.append([name, *cells, "" if busy is None else f"{busy:.0f}"])
     header = ["", "steps/s, median (range)", "x eager (by seed)", "x SBX (by seed)", "start-up cold, s"]
     return markdown([*header, "warm, s", "GPU-busy s per 1M steps that learn"], rows)
+
+
+speed_table = by_machine(of_one_machine)
+rates_table = by_machine(partial(of_one_machine, brief=True))
 
 
 @by_machine
@@ -103,23 +114,35 @@ def check_rows(lines: list[dict]) -> list[list[str]]:
     # Results of 0.2 have the names that EnvPool itself gives to its tasks.
     trained = [line | {"task": task_of(line["env_id"])} for line in trained]
     groups = by(trained, "algorithm", "task", "steps", "mode")
-    rows = []
+    rows, hosts = [], [machine_of(group[0]) for group in machines(trained)]
+    several = len(by(trained, "mode")) > 1
     for name, algorithm in COLLECTION.items():
         for check, mode in itertools.product(algorithm.checks, MODES):
             if not (runs := groups.get((name, task_of(check.env_id), check.steps, mode))):
                 continue
             done = [line for line in runs if line["status"] == "ok"]
             returns = [line["episodic_return"] for line in done if line["episodic_return"] is not None]
-            shown, missing = [f"{value:.1f}" for value in returns], len(runs) - len(returns)
+            shown, missing = [reached_on(host, done) for host in hosts], len(runs) - len(returns)
             shown += [f"{missing} failed"] if missing else []
             within = not missing and all(check.least <= value <= check.most for value in returns)
-            title = f"{name}, {runs[0]['env_id']}: {name_of(mode, done or runs)}"
+            title = f"{name}, {runs[0]['env_id']}"
+            title += f": {name_of(mode, done or runs)}" if several else ""
             bounds = f"{check.least:g} to {check.most:g}"
-            rows.append([title, f"{check.steps:,}", ", ".join(shown), bounds, PASSED if within else MISSED])
+            rows.append([title, f"{check.steps:,}", "; ".join(shown), bounds, PASSED if within else MISSED])
     return rows
 
 
+def reached_on(host: tuple, runs: list[dict]) -> str:
+    """The returns of the runs on one machine, or a dash where there are none."""
+    values = [line["episodic_return"] for line in runs if machine_of(line) == host]
+    return ", ".join(f"{value:.1f}" for value in values if value is not None) or "-"
+
+
 def check_table(lines: list[dict]) -> str:
-    """The runs of the profile check, of all machines: returns by seed, bounds, whether all are within."""
-    header = ["", "steps", "return, last 100 episodes, by seed", "bounds", ""]
-    return "\n\n".join([markdown(header, check_rows(lines)), *map(machine, machines(lines))])
+    """The runs of the profile check: returns by machine and seed, bounds, and which rows missed them."""
+    rows = [[*row[:-1], "" if row[-1] == PASSED else row[-1]] for row in check_rows(lines)]
+    modes = by_mode(lines)
+    alone = "".join(name_of(mode, runs) for mode, runs in modes.items()) if len(modes) == 1 else ""
+    header = [alone, "steps", "return, last 100 episodes, by seed", "bounds", ""]
+    table = markdown(header, rows) + ("" if any(row[-1] for row in rows) else "\n\nAll are within bounds.")
+    return "\n\n".join([table, *map(machine, machines(lines))])

@@ -50,11 +50,13 @@ check = records.check_of(Line)
 @by_machine
 def table(lines: list[dict]) -> str:
     """Microseconds a call of each variant, and the ratio to the first one of its title."""
-    rows, first = [], {}
+    rows, first, previous = [], {}, None
     for line in lines:
         base = first.setdefault(line["title"], line["microseconds"])
         figures = [f"{line['microseconds']:.2f}", f"{line['microseconds'] / base:.2f}" if base > 0.1 else ""]
-        rows.append([f"{line['title']}: {line['variant']}", *figures])
+        named = rows and line["title"] == previous
+        rows.append([f"…{line['variant']}" if named else f"{line['title']}: {line['variant']}", *figures])
+        previous = line["title"]
     return markdown(["", "microseconds a call", "x the first of its name"], rows)
 
 
