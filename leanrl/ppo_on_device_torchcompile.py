@@ -15,8 +15,7 @@ Twin:   ppo_on_device.py, eager, computes the same, up to rounding. Read their d
 
 Deviations from the papers:
 - a truncated episode bootstraps from the value of its final observation;
-- observations and rewards are scaled by moments that take in a rollout after it has been learnt from;
-- only means of what a rollout shows leave the device, once in --log-every agent steps.
+- observations are standardised by the moments of all rollouts before the one that they are in.
 
 Tags, at each place that differs; docs/tricks.md has a chapter on each:
 - [fast: one graph] steps, preparation of the batch, gradient step: each is compiled without a break;
@@ -111,12 +110,7 @@ class Args:
 
 # ---- Environment -------------------------------------------------------------------------------------------
 class Pendulum(nn.Module):
-    """Gymnasium's Pendulum-v1, many at once, as tensors on the device: torques in [-2, 2] swing it up.
-
-    A class of your own has `obs_dim`, `action_dim`, `reset` and `step`, too. Its state is in buffers that
-    `step` writes to: checkpoints have them, and compiled or captured code finds them again. There `step` may
-    neither branch on a tensor's values nor make a tensor of numbers.
-    """
+    """Many of Gymnasium's Pendulum-v1, as tensors. docs/ppo_on_device.md tells how to write another."""
 
     obs_dim, action_dim = 3, 1
 
@@ -126,12 +120,10 @@ class Pendulum(nn.Module):
         self.steps = nn.Buffer(torch.zeros(num_envs, device=device))  # of the episodes
 
     def draw(self) -> Tensor:
-        """First states of episodes, (num_envs, 2)."""
         angle, speed = (2 * torch.rand_like(self.state) - 1).unbind(dim=1)
         return torch.stack([math.pi * angle, speed], dim=1)
 
     def observe(self, state: Tensor) -> Tensor:
-        """What is seen of states (num_envs, 2), (num_envs, obs_dim)."""
         angle, speed = state.unbind(dim=1)
         return torch.stack([angle.cos(), angle.sin(), speed], dim=1)
 
@@ -400,7 +392,8 @@ if __name__ == "__main__":
     optimizer = Adam(flat_agent.params, annealed_lr, eps=1e-5, max_norm=args.max_grad_norm)
     obs_moments, return_moments = Moments(env.obs_dim, device), Moments(1, device)
     carried = nn.Module()  # what a step leaves for the next one
-    carried.obs = nn.Buffer(env.reset())
+    carried.obs = nn.Buffer(torch.zeros(args.num_envs, env.obs_dim, device=device))
+    carried.obs.copy_(env.reset())
     carried.discounted_return = nn.Buffer(torch.zeros(args.num_envs, device=device))
     carried.episode_return = nn.Buffer(torch.zeros(args.num_envs, device=device))
     carried.episode_length = nn.Buffer(torch.zeros(args.num_envs, device=device))
@@ -409,13 +402,13 @@ if __name__ == "__main__":
     state |= {"obs_moments": obs_moments, "return_moments": return_moments}
     if isinstance(env, nn.Module):  # another, such as a simulator, begins new episodes at --resume
         state |= {"env": env, "carried": carried}
-    random = torch.cuda if device.type == "cuda" else torch  # has the state of the random numbers
+    rng = torch.cuda if device.type == "cuda" else torch  # has the state of the random numbers
     # Columns of a rollout, in which a row is a whole transition, and of the batch made of it.
     inputs = {"obs": env.obs_dim, "actions": env.action_dim}
     columns = inputs | {"rewards": 1, "terminated": 1, "done": 1, "discounted": 1, "next_obs": env.obs_dim}
     batch_columns = inputs | {"log_prob": 1, "advantages": 1, "targets": 1, "values": 1}
     rollout = torch.zeros(args.num_steps, args.num_envs, sum(columns.values()), device=device)
-    places = torch.arange(args.num_steps, device=device).split(1)  # of the steps in a rollout
+    places = torch.arange(args.num_steps, device=device).split(1)  # [fast: numbers as tensors]
     batch_size = args.num_envs * args.num_steps
     batch = torch.zeros(batch_size, sum(batch_columns.values()), device=device)
     total_steps = args.total_timesteps // batch_size * batch_size  # of whole rollouts
@@ -425,6 +418,7 @@ if __name__ == "__main__":
     stopping: list[int] = []  # signals received
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
+    # [fast: numbers as tensors] The number of a step is one of `places`.
     def step(place: Tensor) -> None:
         """Act, step all environments and write the rollout's step `place`, (1,)."""
         with torch.no_grad():
@@ -434,12 +428,13 @@ if __name__ == "__main__":
             done = terminated | truncated
             discounted_return = rewards + args.gamma * carried.discounted_return
             outcomes = torch.stack([rewards, terminated, done, discounted_return], dim=1)
-            row = torch.cat([carried.obs, actions, outcomes, final_obs], dim=1)
+            row = torch.cat([carried.obs, actions, outcomes, final_obs], dim=1).float()
             rollout.index_copy_(0, place, row[None])
             carried.obs.copy_(next_obs)
             carried.discounted_return.copy_(discounted_return * ~done)
-            episodes = [torch.ones_like(rewards), carried.episode_return.add_(rewards)]
-            episodes += [carried.episode_length.add_(1)]
+            carried.episode_return.add_(rewards)
+            carried.episode_length.add_(1)
+            episodes = [torch.ones_like(rewards), carried.episode_return, carried.episode_length]
             carried.ended.add_((torch.stack(episodes) * done).sum(dim=1))
             carried.episode_return.mul_(~done)
             carried.episode_length.mul_(~done)
@@ -447,7 +442,7 @@ if __name__ == "__main__":
     def best_actions(obs: Tensor) -> Tensor:
         """The policy's mean actions, (n, action_dim), at obs (n, obs_dim)."""
         with torch.no_grad():
-            return agent.actor_mean(obs_moments.standardise(obs)).float()
+            return agent.actor_mean(obs_moments.standardise(obs.float())).float()
 
     def gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, done: Tensor) -> Tensor:
         """Generalised advantage estimates (Schulman et al., arXiv:1506.02438, equation 16), all (T, n, 1)."""
@@ -467,6 +462,7 @@ if __name__ == "__main__":
         with torch.no_grad():
             rows = split(rollout, columns)
             obs, next_obs = obs_moments.standardise(rows["obs"]), obs_moments.standardise(rows["next_obs"])
+            obs_moments.update(rows["obs"].reshape(batch_size, -1))
             return_moments.update(rows["discounted"].view(-1, 1))
             rewards = (rows["rewards"] / (return_moments.var + 1e-8).sqrt()).clamp(-10, 10)
             mean, log_std, values = agent(obs)
@@ -474,12 +470,11 @@ if __name__ == "__main__":
             log_prob = normal_log_prob(rows["actions"], mean, log_std)
             advantages = gae(rewards, values, next_values, rows["terminated"], rows["done"])
             targets = advantages + values
-            rows |= {"log_prob": log_prob, "values": values, "advantages": advantages, "targets": targets}
-            rows |= {"obs": obs}
+            rows |= {"obs": obs, "log_prob": log_prob, "values": values}
+            rows |= {"advantages": advantages, "targets": targets}
             batch.copy_(torch.cat([rows[name] for name in batch_columns], dim=2).view(batch_size, -1))
             unexplained = (targets - values).var(correction=0)
             record(explained_variance=1 - unexplained / targets.var(correction=0).clamp(min=1e-8))
-            obs_moments.update(split(rollout, columns)["next_obs"].reshape(batch_size, -1))
 
     def update(indices: Tensor) -> None:
         """One gradient step on the rows `indices` of the batch, (minibatch_size,)."""
@@ -511,7 +506,7 @@ if __name__ == "__main__":
 
     def iteration() -> None:
         """A rollout and all gradient steps on it; nothing waits for the device here."""
-        for place in places:
+        for place in places:  # [fast: numbers as tensors]
             step(place)
         prepare()
         for _ in range(args.update_epochs):
@@ -539,14 +534,14 @@ if __name__ == "__main__":
             writer.add_scalar("charts/episodic_return", total / number, global_step)
             writer.add_scalar("charts/episodic_length", length / number, global_step)
 
-    def mean_return(least: int) -> float | None:
-        """The mean return of the latest episodes, at least so many."""
+    def mean_return(least: int) -> float:
+        """The mean return of the latest episodes, so many or more; nan if there are none."""
         number, total = 0, 0.0
         for more, of_these in reversed(returns):
             number, total = number + more, total + of_these
             if number >= least:
                 break
-        return total / number if number else None
+        return total / number if number else math.nan
 
     def due(every: int | None) -> bool:
         """True once in so many agent steps, and in the last step; never if None."""
@@ -579,12 +574,13 @@ if __name__ == "__main__":
     # [fast: warm-up] Compile, warm up and capture before the first step, on the state, and put it back.
     if args.compile or cudagraphs:
         saved = {name: copy.deepcopy(item.state_dict()) for name, item in state.items()}
-        drawn = random.get_rng_state()
+        drawn = rng.get_rng_state()
         for _ in range(6 if cudagraphs else 1):  # captured: four warm up, one records, one replays
             iteration()
         for name, item in state.items():
             item.load_state_dict(saved[name])
-        random.set_rng_state(drawn)
+        rng.set_rng_state(drawn)
+        carried.ended.zero_()  # a simulator stays where the warm-up has left it
     else:
         print("without --compile or a captured graph the eager script is faster", file=sys.stderr)
     if args.cudagraphs and not cudagraphs:
@@ -594,7 +590,7 @@ if __name__ == "__main__":
     if args.resume:
         for name, item in state.items():
             item.load_state_dict(checkpoint[name])
-        random.set_rng_state(checkpoint["random"])
+        rng.set_rng_state(checkpoint["random"])
 
     if args.track:
         import wandb
@@ -625,11 +621,11 @@ if __name__ == "__main__":
                 sps = (global_step - sps_step) / (time.perf_counter() - sps_time)
                 writer.add_scalar("charts/SPS", sps, global_step)
                 writer.add_scalar("charts/learning_rate", learning_rate, global_step)
-                bar.set_postfix_str(f"SPS {sps:.0f}, return {mean_return(10) or math.nan:.1f}")
+                bar.set_postfix_str(f"SPS {sps:.0f}, return {mean_return(10):.1f}")
                 bar.update(global_step - bar.n)
             if due(args.checkpoint_every):
                 writer.flush()  # so that the curves of a run that is killed have no gap
-                more = {"progress": [global_step, updates, returns], "random": random.get_rng_state()}
+                more = {"progress": [global_step, updates, returns], "random": rng.get_rng_state()}
                 save_checkpoint(folder / "checkpoint.pt", args, state, **more)
             if not stopping and due(args.eval_every):
                 pause = time.perf_counter()
@@ -649,7 +645,8 @@ if __name__ == "__main__":
     summary |= {"device": device.type, "folder": str(folder), "total_timesteps": global_step}
     summary |= {"updates": updates, "sps": sps, "eval_returns": eval_returns}
     summary["episodes"] = int(sum(number for number, _ in returns))
-    summary |= {"episodic_return": mean_return(100), "episodic_return_10": mean_return(10)}
+    for name, least in {"episodic_return": 100, "episodic_return_10": 10}.items():
+        summary[name] = mean_return(least) if returns else None
     summary |= {"startup_seconds": startup_seconds, "wall_seconds": time.perf_counter() - START_TIME}
     print(json.dumps(summary))
     if stopping:

@@ -29,7 +29,7 @@ class CartPole(nn.Module):
     def reset(self) -> Tensor:
         self.state.copy_(self.draw())
         self.steps.zero_()
-        return self.state.clone()
+        return self.state
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         (position, speed, angle, turning), force = self.state.unbind(dim=1), 20 * actions[:, 0] - 10
@@ -44,4 +44,4 @@ class CartPole(nn.Module):
         done = terminated | truncated
         self.state.copy_(torch.where(done[:, None], self.draw(), state))
         self.steps.mul_(~done)
-        return self.state.clone(), torch.ones_like(angle), terminated, truncated, state
+        return self.state, torch.ones_like(angle), terminated, truncated, state
