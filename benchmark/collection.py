@@ -150,6 +150,18 @@ COLLECTION = {
         own_env_ids=(POOL + "CheetahRun-v1", POOL + "CartpoleSwingup-v1", POOL + "WalkerRun-v1"),
         checks=(Check(POOL + "CartpoleSwingup-v1", 400_000, 150, 1000),),
     ),
+    "fast_sac": Algorithm(
+        title="FastSAC",
+        actions="continuous",
+        quick=200 * 64,
+        speed=400 * 64,
+        losses=(*OF_TWO_CRITICS, "clipped_mass", "alpha", "alpha_loss", "entropy"),
+        full=5_000_000,
+        learning_starts=5_000,
+        num_envs=64,
+        own_env_ids=(POOL + "CheetahRun-v1", POOL + "CartpoleSwingup-v1", POOL + "WalkerRun-v1"),
+        checks=(Check(POOL + "CartpoleSwingup-v1", 400_000, 150, 1000),),
+    ),
     "ppo_continuous_action": Algorithm(
         title="PPO for continuous actions",
         actions="continuous",
