@@ -22,9 +22,9 @@ OF_Q = ("td_loss", "q_values")
 class Check:
     """A short run of the profile check, and bounds for the mean return of its last 100 training episodes.
 
-    The least is below all returns of seeds 1, 2, 11 and 12 on two processors (FastTD3: 1 to 4 on one; with an
-    LSTM: 1 to 3). The most is what the task gives, or more than so short a run can reach. docs/learning.md
-    has the returns.
+    The least is below all returns of seeds 1, 2, 11 and 12 on two processors (FastTD3: 1 to 4 on one, FastSAC
+    1; with an LSTM: 1 to 3). The most is what the task gives, or more than so short a run can reach.
+    docs/learning.md has the returns.
     """
 
     env_id: str

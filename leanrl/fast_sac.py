@@ -18,8 +18,9 @@ Twin:  fast_sac_torchcompile.py computes the same, compiled and captured. Read t
 Deviations from the authors' code, the first for two cores of a CPU; docs/fast_sac.md has its sizes:
 - 64 environments (4096), batches of 512 (8192), networks from 256 units (critics from 768, the actor 512);
 - float32 (bfloat16); gamma 0.99, values in [-100, 100] (0.97, [-20, 20]); 3-step returns (1-step);
-- two gradient steps, the actor's every second (8, every fourth); 79 steps before the first update (10);
+- two gradient steps, the actor's every second (8, every fourth); 79 steps before the first update (12);
 - actions are in [-1, 1] throughout, and the entropy is of these: `in_bounds` scales them for environments;
+- log(1 - tanh(u)^2) is written so that it is finite for every u (1e-6 is added to the difference);
 - observations are standardised by what the environments gave (by each batch that was drawn);
 - batches are drawn from all rows alike, without mirror images of them (as many from each environment);
 - the logarithm of the entropy coefficient decays as weights do (by AdamW's default, 0.01);

@@ -18,7 +18,7 @@ Twin:  fast_sac.py, eager, computes the same, up to rounding and random numbers.
 Tags, at each place that differs; docs/tricks.md has a chapter on each:
 - [fast: one graph] the policy and each half of a gradient step: each is compiled without a break;
 - [fast: direct calls] compiled code is called without the guards of `torch.compile`, as a graph is;
-- [fast: flat] the parameters of a network are one tensor, and Adam a few operations on it in that graph;
+- [fast: flat] the parameters of a network are one tensor, and AdamW a few operations on it in that graph;
 - [fast: both critics at once] one batched product in place of two;
 - [fast: numbers as tensors] a graph would freeze a number that changes;
 - [fast: losses in place] tensors to write to: what a captured function returns is cloned at each call;
@@ -29,8 +29,9 @@ Tags, at each place that differs; docs/tricks.md has a chapter on each:
 Deviations from the authors' code, the first for two cores of a CPU; docs/fast_sac.md has its sizes:
 - 64 environments (4096), batches of 512 (8192), networks from 256 units (critics from 768, the actor 512);
 - float32 (bfloat16); gamma 0.99, values in [-100, 100] (0.97, [-20, 20]); 3-step returns (1-step);
-- two gradient steps, the actor's every second (8, every fourth); 79 steps before the first update (10);
+- two gradient steps, the actor's every second (8, every fourth); 79 steps before the first update (12);
 - actions are in [-1, 1] throughout, and the entropy is of these: `in_bounds` scales them for environments;
+- log(1 - tanh(u)^2) is written so that it is finite for every u (1e-6 is added to the difference);
 - observations are standardised by what the environments gave (by each batch that was drawn);
 - batches are drawn from all rows alike, without mirror images of them (as many from each environment);
 - the logarithm of the entropy coefficient decays as weights do (by AdamW's default, 0.01);
