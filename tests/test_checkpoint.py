@@ -85,7 +85,7 @@ def lasting(result: dict) -> dict:
     found = {key: result.get(key) for key in ("global_step", "updates", "updates_due", "returns")}
     if "size" in result:
         found["buffer"] = result["buffer"].clone()
-    if "deviations" in result:  # what goes on marks where its episodes begin
+    if "sample" in result:  # what goes on marks where its episodes begin
         found["buffer"][:, 8] = 0
     return found | {name: item.state_dict() for name, item in result["state"].items()}
 
