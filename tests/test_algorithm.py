@@ -123,19 +123,22 @@ def test_float32_is_enough_for_many_steps_and_any_support(script):
 # ---- Optimizers --------------------------------------------------------------------------------------------
 ADAMS = [("Adam", 0.01, 1e-8, math.inf, 0.0), ("Adam", torch.tensor(0.01), 1e-5, 1.0, 0.0)]
 ADAMS += [("Adam", 0.01, 1e-8, math.inf, 0.3)]
+ADAMS += [("AdamW", 0.01, 1e-8, math.inf, 0.3), ("AdamW", torch.tensor(0.01), 1e-5, math.inf, 0.0)]
 ADAMS += [("RAdam", 0.01, 1e-5, math.inf, 0.0), ("RAdam", torch.tensor(0.01), 1e-8, 1.0, 0.0)]
 
 
 @pytest.mark.parametrize(("kind", "lr", "eps", "max_norm", "decay"), ADAMS)
 def test_adam_is_that_of_torch(kind, lr, eps, max_norm, decay):
-    """Of one twin, for all that have it have it to the letter."""
+    """Of one twin, for all that have it have it to the letter; AdamW forgets squares sooner."""
     expected = torch.randn(13).requires_grad_()
     params = nn.Parameter(expected.detach().clone())
-    plain, options = torch.optim.RAdam([expected], lr=0.01, eps=eps), {}
-    if kind == "Adam":
-        plain, options = torch.optim.AdamW([expected], lr=0.01, eps=eps, weight_decay=decay), {"decay": decay}
-    owner = load(PQN[1] if kind == "RAdam" else TWINS[0])
-    flat = owner[kind](params, lr, eps=eps, max_norm=max_norm, **options)
+    plain, options = torch.optim.RAdam([expected], lr=0.01, eps=eps), {"max_norm": max_norm}
+    if kind != "RAdam":
+        betas = (0.9, 0.95 if kind == "AdamW" else 0.999)
+        plain = torch.optim.AdamW([expected], lr=0.01, betas=betas, eps=eps, weight_decay=decay)
+        options = {"decay": decay} | (options if kind == "Adam" else {})
+    owner = next(load(name) for name in TWINS if kind in load(name))
+    flat = owner[kind](params, lr, eps=eps, **options)
     for step in range(50):
         # From none and tiny to large: for the first steps' correction, epsilon and clipping to matter.
         expected.grad = torch.randn(13) * (10.0 ** (step % 10 - 8) if step % 7 else 0)

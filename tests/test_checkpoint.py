@@ -85,7 +85,7 @@ def lasting(result: dict) -> dict:
     found = {key: result.get(key) for key in ("global_step", "updates", "updates_due", "returns")}
     if "size" in result:
         found["buffer"] = result["buffer"].clone()
-    if "deviations" in result:  # what goes on marks where its episodes begin
+    if "sample" in result:  # what goes on marks where its episodes begin
         found["buffer"][:, 8] = 0
     return found | {name: item.state_dict() for name, item in result["state"].items()}
 
@@ -295,9 +295,10 @@ def test_a_checkpoint_of_an_older_version_is_refused_and_code_in_one_is_not_exec
     assert not trace.exists()
 
 
-def test_networks_of_a_run_have_the_sizes_that_it_began_with(tmp_path):
+@pytest.mark.parametrize("name", ["fast_td3", "fast_sac"])
+def test_networks_of_a_run_have_the_sizes_that_it_began_with(name, tmp_path):
     """Also of an agent that is evaluated, by the other script, too."""
     sizes = ("--actor-hidden-dim", 8, "--critic-hidden-dim", 16, "--num-atoms", 11, "--v-max", 50)
-    play("fast_td3", *sizes, *SHORT["fast_td3"], *SAVED, directory=tmp_path)
-    for name in ("fast_td3", "fast_td3_torchcompile"):
-        assert len(evaluation(name, checkpoint(tmp_path))["eval_returns"]) == 10
+    play(name, *sizes, *SHORT[name], *SAVED, directory=tmp_path)
+    for script in (name, f"{name}_torchcompile"):
+        assert len(evaluation(script, checkpoint(tmp_path))["eval_returns"]) == 10

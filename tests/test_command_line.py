@@ -24,7 +24,7 @@ each = pytest.mark.parametrize("name", SCRIPTS)  # a twin has its arguments and 
 TD3 = "td3_continuous_action"
 CONTINUOUS = [name for name in SCRIPTS if conftest.algorithm(name).actions == "continuous"]
 # Integers that may be 0, and numbers that may not be above 1.
-SIGNED = {"v_min", "v_max"}
+SIGNED = {"v_min", "v_max", "target_entropy_ratio"}
 FROM_0 = ("seed", "learning_starts", "env_threads", "privileged_dim")
 FRACTIONS = ("gamma", "tau", "gae_lambda", "q_lambda", "start_e", "end_e", "exploration_fraction")
 # Environments whose actions a script does not take, and what it says.

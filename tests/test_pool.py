@@ -129,14 +129,15 @@ def test_a_run_is_counted_seeded_stored_and_evaluated_as_others_are(tmp_path):
     assert min(evaluated["eval_returns"]) >= 1
 
 
-# ---- FastTD3 -----------------------------------------------------------------------------------------------
-def test_only_critics_see_a_privileged_state():
+# ---- FastTD3 and FastSAC -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["fast_td3", "fast_sac"])
+def test_only_critics_see_a_privileged_state(name):
     """In EnvPool's own environments, with a replay buffer that is full; eager and twin compute the same."""
     task = ("--env-id", "pool:EnvPool/Go1JoystickFlatTerrain-v1", "--privileged-dim", 123, "--num-envs", 2)
     small = ("--batch-size", 16, "--buffer-size", 40, "--learning-starts", 20, "--total-timesteps", 60)
-    with draws_of_a_twin("fast_td3"):
-        eager = run("fast_td3", *task, *small)
-    assert_same_numbers(eager, run("fast_td3_torchcompile", *task, *small))
+    with draws_of_a_twin(name):
+        eager = run(name, *task, *small)
+    assert_same_numbers(eager, run(f"{name}_torchcompile", *task, *small))
     state, seen = eager["state"], np.ones((1, 123 + 48))
     assert (state["actor"].fc1.in_features, state["qf1"].fc1.in_features) == (48, 123 + 48 + 12)
     rows = eager["buffer"]

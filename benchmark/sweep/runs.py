@@ -59,8 +59,8 @@ class Args:
     seeds: tuple[int, ...] | None = None
     """seeds, each a round of all that is compared"""
     env_ids: tuple[str, ...] | None = None
-    """environments of the continuous scripts; HalfCheetah-v4 or, of FastTD3, CheetahRun-v1; in the profile
-    learning more"""
+    """environments of the continuous scripts; HalfCheetah-v4 or, of FastTD3 and FastSAC, CheetahRun-v1; in
+    the profile learning more"""
     atari_env_ids: tuple[str, ...] | None = None
     """environments of the Atari scripts; Breakout-v5, in the profile learning Pong-v5, too"""
     device_env_ids: tuple[str, ...] | None = None
