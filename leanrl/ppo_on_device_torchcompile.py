@@ -429,7 +429,7 @@ if __name__ == "__main__":
             discounted_return = rewards + args.gamma * carried.discounted_return
             outcomes = torch.stack([rewards, terminated, done, discounted_return], dim=1)
             row = torch.cat([carried.obs, actions, outcomes, final_obs], dim=1).float()
-            rollout.index_copy_(0, place, row[None])
+            rollout.index_copy_(0, place, row[None])  # [fast: numbers as tensors]
             carried.obs.copy_(next_obs)
             carried.discounted_return.copy_(discounted_return * ~done)
             carried.episode_return.add_(rewards)

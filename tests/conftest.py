@@ -40,6 +40,7 @@ ROOT = TESTS.parent
 LEANRL = ROOT / "leanrl"
 SCRIPTS = [name for name, entry in COLLECTION.items() if entry.actions != "on device"]
 TWINS = [f"{name}_torchcompile" for name in SCRIPTS]
+ON_DEVICE = ["ppo_on_device", "ppo_on_device_torchcompile"]  # whose environments are no Gymnasium's
 MULTIGPU = sorted(path.stem for path in LEANRL.glob("*_multigpu.py"))
 
 
@@ -97,7 +98,8 @@ SHORT |= {name: (*SHORT[name][:4], "--num-minibatches", "2", *SHORT[name][6:]) f
 SHORT |= {name: (*SHORT[name], "--update-epochs", "1") for name in ATARI}  # which are slow
 # Scripts set these options of the compiler. Each run begins with the defaults: with options that another
 # script has set, it would compile again what is in the cache.
-SETTINGS = "cpp_wrapper cpp.vec_isa_ok fallback_random max_pointwise_cat_inputs split_reductions".split()
+SETTINGS = "cpp_wrapper cpp.vec_isa_ok cpp.use_decompose_tanh fallback_random max_pointwise_cat_inputs"
+SETTINGS = [*SETTINGS.split(), "split_reductions"]
 INDUCTOR = {name: torch._inductor.config.get_config_copy()[name] for name in SETTINGS}
 # All that a test may see of the inside of a run: names in the body of a script. Whoever renames one there
 # renames it here, and in the tests that ask for it. Else tests ask for files, printed lines and the summary.

@@ -4,20 +4,23 @@ import io
 import json
 import math
 from contextlib import redirect_stdout
+from unittest.mock import patch
 
+import conftest
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from capture import captured_on_cpu
 from conftest import SAVED, assert_same_numbers, checkpoint, load, named, numbers, run
+from test_on_policy import CLIPPED, assert_steps_of_the_paper, near_predictions
 from torch import Tensor, nn
 from traffic import counted_traffic
 
 from docs.examples.cart_pole import CartPole
 from docs.examples.cartpole_swingup import CartpoleSwingup
 
-PAIR = ["ppo_on_device", "ppo_on_device_torchcompile"]
+PAIR = conftest.ON_DEVICE
 CPU = torch.device("cpu")
 # Two or four rollouts, of eight steps in three environments.
 SIZES = ("--num-envs", 3, "--num-steps", 8, "--num-minibatches", 2, "--update-epochs", 2, "--no-anneal-lr")
@@ -152,12 +155,9 @@ def test_moments_are_those_of_all_rows():
 @pytest.mark.parametrize("name", PAIR)
 def test_advantages_of_each_kind_of_end_are_those_by_hand(name):
     """Of a policy that does not learn, in the second rollout, which begins within episodes."""
-    result = run(name, *TWO, *SCRIPTED, "--learning-rate", 0, "--update-epochs", 1)
-    args, agent, deviation = (
-        result["args"],
-        result["state"]["agent"],
-        (result["return_moments"].var + 1e-8).sqrt(),
-    )
+    still = (*SCRIPTED, "--learning-rate", 0, "--update-epochs", 1)
+    first, result = run(name, *SIZES, "--total-timesteps", 24, *still), run(name, *TWO, *still)
+    args, agent = result["args"], result["state"]["agent"]
     rows = named(result["rollout"], result["columns"])
     counts = rows["obs"][..., 0]
     assert counts[:, 0].tolist() == [0, 1] * 4 and counts[:, 2].tolist() == [0, 1, 2, 3] * 2
@@ -167,11 +167,21 @@ def test_advantages_of_each_kind_of_end_are_those_by_hand(name):
     assert torch.equal(ends[:, 0], terminated[:, 0]) and torch.equal(ends[:, 2], terminated[:, 2])
     assert ends[:, 1].any() and not terminated[:, 1].any()
 
+    returns, running = [], torch.zeros(3)  # discounted, since the start of the episode
+    for step in torch.cat([first["rollout"], result["rollout"]]):
+        of_step = named(step, result["columns"])
+        returns.append(of_step["rewards"][:, 0] + args.gamma * running)
+        running = returns[-1] * (1 - of_step["done"][:, 0])
+    deviation = torch.stack(returns).std(correction=0)
+
     batch = named(result["batch"].view(8, 3, -1), result["batch_columns"])
-    # Standardised by what the first rollout showed.
-    first = run(name, *SIZES, "--total-timesteps", 24, *SCRIPTED, "--learning-rate", 0, "--update-epochs", 1)
-    scale = first["obs_moments"].standardise
-    torch.testing.assert_close(batch["obs"], scale(rows["obs"]))
+    acted_on = named(first["rollout"], first["columns"])["obs"].view(24, 2)
+
+    def scale(obs: Tensor) -> Tensor:
+        """Standardised by what the first rollout acted on."""
+        return (obs - acted_on.mean(0)) / (acted_on.var(0, correction=0) + 1e-8).sqrt()
+
+    torch.testing.assert_close(batch["obs"], scale(rows["obs"]), rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         values, after = agent.critic(scale(rows["obs"])), agent.critic(scale(rows["next_obs"]))
     advantage = torch.zeros(3)
@@ -183,6 +193,31 @@ def test_advantages_of_each_kind_of_end_are_those_by_hand(name):
         torch.testing.assert_close(batch["targets"][t], batch["advantages"][t] + values[t])
 
 
+@pytest.mark.parametrize("options", CLIPPED)
+@pytest.mark.parametrize("name", PAIR)
+def test_gradient_steps_are_those_of_the_paper(name, options):
+    sizes = ("--num-envs", 3, "--num-steps", 20, "--total-timesteps", 60, "--num-minibatches", 1)
+    weights = ("--ent-coef", 0.2, "--vf-coef", 0.7, "--learning-rate", 1e-4, "--no-anneal-lr", *options)
+    result = run(name, *SCRIPTED, *sizes, *weights, "--update-epochs", 1)
+    conftest.begin_anew(result, noise=0.02)
+    rows = named(result["batch"].normal_(), result["batch_columns"])
+    result |= {"known": near_predictions(result, rows)}
+    assert_steps_of_the_paper(result, torch.randperm(60).chunk(3))
+
+
+@pytest.mark.parametrize("name", PAIR)
+def test_gradient_steps_are_so_many_at_a_falling_rate_and_a_loss_has_to_be_finite(name, refusal):
+    args = (*FOUR, "--anneal-lr", "--learning-rate", 0.01)
+    with patch("torch.randperm", wraps=torch.randperm) as shuffle:
+        result = run(name, *args)
+    assert (shuffle.call_count, result["updates"]) == (4 * 2, 4 * 2 * 2)
+    assert conftest.gradient_steps(result, "agent") == 16
+    steps, rates = zip(*result["logged"]["charts/learning_rate"], strict=True)
+    assert steps == (24, 48, 72, 96) and rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+    assert conftest.rate_of(result["state"]["optimizer"]) == pytest.approx(0.0025)
+    assert " at step " in refusal(name, run, *args, "--learning-rate", 1e38)
+
+
 @pytest.mark.parametrize("name", PAIR)
 def test_episodes_are_counted(name):
     result = run(name, *FOUR, *SCRIPTED)
@@ -190,20 +225,21 @@ def test_episodes_are_counted(name):
     ended = [[steps // length for length in (2, 3, 4)] for steps in (0, 8, 16, 24, 32)]
     number = np.diff(np.sum(ended, axis=1)).tolist()
     assert [count for count, _ in result["returns"]] == number
-    lengths = [
-        value * count
-        for (_, value), count in zip(result["logged"]["charts/episodic_length"], number, strict=True)
-    ]
-    np.testing.assert_allclose(lengths, np.diff(np.array(ended) @ [2, 3, 4]), rtol=1e-6)
+    totals = np.diff(np.array(ended) @ [30, 60, 100])  # and what actions add
+    np.testing.assert_allclose([total for _, total in result["returns"]], totals, atol=25)
+    for what, each in (("return", totals), ("length", np.diff(np.array(ended) @ [2, 3, 4]))):
+        means = [value for _, value in result["logged"][f"charts/episodic_{what}"]]
+        np.testing.assert_allclose(means, each / number, atol=25 / 8 if what == "return" else 1e-5)
     assert result["summary"]["episodes"] == sum(number)
 
 
-def test_twin_compiled_or_captured_computes_what_the_eager_script_does():
-    eager = run(PAIR[0], *FOUR)
-    assert_same_numbers(eager, plain := run(PAIR[1], *FOUR))
-    assert_same_numbers(eager, run(PAIR[1], *FOUR, "--compile"))
+@pytest.mark.parametrize("task", [SCRIPTED, ()], ids=["scripted", "Pendulum-v1"])
+def test_twin_compiled_or_captured_computes_what_the_eager_script_does(task):
+    eager = run(PAIR[0], *FOUR, *task)
+    assert_same_numbers(eager, plain := run(PAIR[1], *FOUR, *task))
+    assert_same_numbers(eager, run(PAIR[1], *FOUR, *task, "--compile"))
     with captured_on_cpu() as capture_times:
-        captured = run(PAIR[1], *FOUR, "--cudagraphs", cuda=True)
+        captured = run(PAIR[1], *FOUR, *task, "--cudagraphs", cuda=True)
     assert len(capture_times) == 1 and captured["summary"]["cudagraphs"]  # one graph an iteration
     assert_same_numbers(plain, captured, rtol=0, atol=0)
 

@@ -296,14 +296,16 @@ def known(name: str, *args) -> dict:
     if name in MEMORY:
         rows["keep"].copy_(torch.rand(rows["keep"].shape) < 0.7)
         rows["first_memory"] = result["first_memory"].normal_()
-    if name in PQN:
-        return result | {"known": rows}
-    # So that some of the ratios and values, not all of them, are beyond the clip.
+    return result | {"known": rows if name in PQN else near_predictions(result, rows)}
+
+
+def near_predictions(result: dict, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The rows with predictions so that some of the ratios and values, not all, are beyond the clip."""
     with torch.no_grad():
         log_prob, values, _ = predictions(result["state"]["agent"], rows)
     for key, column, noise in (("log_prob", log_prob, 0.4), ("values", values, 0.2)):
         rows[key].copy_((column + noise * torch.randn(60)).view(rows[key].shape))
-    return result | {"known": rows}
+    return rows
 
 
 def taken(known: dict[str, Tensor], indices: Tensor) -> dict[str, Tensor]:
@@ -359,11 +361,14 @@ def losses_by_hand(agent: Callable, result: dict, indices: Tensor) -> dict[str, 
 @pytest.mark.parametrize("options", CLIPPED)
 @ppo
 def test_gradient_steps_are_those_of_the_paper(name, options):
-    rate = 1e-4
-    result = known(name, "--learning-rate", rate, *options)
+    result = known(name, "--learning-rate", 1e-4, *options)
+    assert_steps_of_the_paper(result, torch.randperm(3 if name in MEMORY else 60).chunk(3))
+
+
+def assert_steps_of_the_paper(result: dict, minibatches: Sequence[Tensor]) -> None:
+    """Check gradient steps on minibatches of the rows `known`."""
     args, agent = result["args"], copy.deepcopy(result["state"]["agent"]).requires_grad_(True)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=rate, eps=1e-5)
-    minibatches = torch.randperm(3 if name in MEMORY else 60).chunk(3)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     for indices in minibatches:
         losses = losses_by_hand(agent, result, indices)
         optimizer.zero_grad()
@@ -380,7 +385,7 @@ def test_gradient_steps_are_those_of_the_paper(name, options):
         "state": result["state"] | {"agent": agent, "optimizer": optimizer},
         "losses": losses,
     }
-    conftest.assert_steps_by_hand(result, reference, rate)
+    conftest.assert_steps_by_hand(result, reference, args.learning_rate)
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e3])

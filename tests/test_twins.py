@@ -14,7 +14,19 @@ import copy_shared
 import pytest
 import torch
 from capture import without_inductor
-from conftest import ATARI, EACH_STEP, MULTIGPU, ON_POLICY, ROOT, SCRIPTS, TWINS, algorithm, changed, text
+from conftest import (
+    ATARI,
+    EACH_STEP,
+    MULTIGPU,
+    ON_DEVICE,
+    ON_POLICY,
+    ROOT,
+    SCRIPTS,
+    TWINS,
+    algorithm,
+    changed,
+    text,
+)
 from envs import ScriptedGames
 from gymnasium.vector import SyncVectorEnv
 from packaging.requirements import Requirement
@@ -26,8 +38,9 @@ from benchmark.collection import POOL
 SECTIONS = ["Arguments", "Environment", "Networks", "Run", "Setup", "Algorithm", "Training", "End"]
 # A file with what it is a sibling of.
 SIBLINGS = dict(zip(TWINS, SCRIPTS, strict=True))
+SIBLINGS[ON_DEVICE[1]] = ON_DEVICE[0]
 SIBLINGS |= {name: re.sub("_multigpu$", "_torchcompile", name) for name in MULTIGPU}
-every = pytest.mark.parametrize("name", [*SCRIPTS, *TWINS, *MULTIGPU])
+every = pytest.mark.parametrize("name", [*SCRIPTS, *TWINS, *ON_DEVICE, *MULTIGPU])
 
 
 # ---- Texts -------------------------------------------------------------------------------------------------
@@ -62,7 +75,7 @@ def test_plumbing_only_gets_less(name):
 
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_the_diff_is_short_and_every_hunk_has_a_tag_that_is_explained(name):
-    kind = "fast" if name in TWINS else "ranks"
+    kind = "ranks" if name in MULTIGPU else "fast"
     most = 300 if name in conftest.MEMORY else 220  # 270 are aimed at: the recurrence is another one
     files = [ROOT / "leanrl" / f"{file}.py" for file in (SIBLINGS[name], name)]
     diff = subprocess.run(["diff", *files], capture_output=True, text=True).stdout
@@ -99,8 +112,9 @@ def test_metadata_equal_the_requirements(name):
     files = [ROOT / "requirements" / f"{file}.txt" for file in ("requirements", *worlds)]
     # gymnasium with an extra takes the place of gymnasium.
     required = by_name([line for file in files for line in file.read_text().splitlines()])
-    if name in SCRIPTS:
-        del required["tensordict"]
+    without = ["gymnasium", "moviepy"] if name in ON_DEVICE else []
+    for package in without if name in SIBLINGS else [*without, "tensordict"]:
+        del required[package]
     for package in {"torch", "envpool"} & required.keys():  # more versions run than the tables are made with
         lowest = next(bound.version for bound in required[package].specifier if "=" in bound.operator)
         assert lowest in allowed[package].specifier
