@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What only a CUDA device can tell: the tests that need one, the speed of captured scripts, and a profile.
 #
-#   bash benchmark/gpu_check.sh [SCRIPT ...]      by default SAC, FastTD3, PPO for continuous actions, for Atari
+#   bash benchmark/gpu_check.sh [SCRIPT ...]      by default SAC, FastTD3, PPO for continuous actions, for Atari,
+#                                             on the device
 #
 #   1. the tests that are marked gpu, several at a time
 #   2. a sweep: each script with both flags, for about a minute on an H100, and eager for a tenth of the steps
@@ -26,7 +27,7 @@ if ! reason=$("$python" -c 'import torch; torch.zeros(1, device="cuda")' 2>&1); 
   exit 2
 fi
 mkdir -p "$folder" && folder=$(realpath "$folder") || exit 2
-[ $# -gt 0 ] || set -- sac_continuous_action fast_td3 ppo_continuous_action ppo_atari_envpool
+[ $# -gt 0 ] || set -- sac_continuous_action fast_td3 ppo_continuous_action ppo_atari_envpool ppo_on_device
 
 # part TITLE COMMAND...: run a command, and tell how it ended.
 part() {
@@ -41,7 +42,8 @@ part() {
 # steps NAME: agent steps of about a minute with both flags on an H100.
 steps() {
   case $1 in
-    fast_td3) echo $((5000000 * ${TIMES:-1})) ;;
+    ppo_on_device) echo $((200000000 * ${TIMES:-1})) ;;
+    fast_*) echo $((5000000 * ${TIMES:-1})) ;;
     sac_* | td3_*) echo $((150000 * ${TIMES:-1})) ;;
     *atari*) echo $((250000 * ${TIMES:-1})) ;;
     *) echo $((500000 * ${TIMES:-1})) ;;

@@ -42,6 +42,11 @@ RUNS = {
     (False, "discrete"): (play, CHOICES, 1e-3),
     (True, "continuous"): (play, MANY, 3e-4),
     (True, "discrete"): (play, MANY, 3e-4),
+    (True, "on device"): (
+        run,
+        (*ROLLOUTS, 64, "--num-steps", 8, "--log-every", 512, "--total-timesteps", 2048),
+        3e-4,
+    ),
     (True, "atari"): (play, (*ROLLOUTS, 2, "--num-steps", 16, "--total-timesteps", 64), 3e-4),
 }
 # What share of a tensor of compiled code may be further apart: on an H100, of the first tensor of SAC that
@@ -66,7 +71,7 @@ def sound_graphs(monkeypatch):
 
 
 @modes
-@each
+@pytest.mark.parametrize("script", [*conftest.SCRIPTS, conftest.ON_DEVICE[0]])
 def test_twin_computes_what_the_eager_script_does_and_goes_on(script, flags, tmp_path):
     (train, args, atol), options = how(script), {"cuda": True, "directory": tmp_path}
     with draws_of_a_twin(script):
