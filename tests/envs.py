@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import count
 from typing import ClassVar, NamedTuple
 
@@ -93,9 +94,15 @@ LIVES = [(3, 1, 2), (1,), (1, 1, 1), (2, 3), (1,), (1,), (5,)]
 SCORES = [0, 4, -1, 0, 7, 1]
 
 
+@lru_cache(256)
+def frame(seed: int, game: int, step: int) -> np.ndarray:
+    """A frame of a game; no two are alike, also across environments."""
+    return np.random.default_rng([seed, game, step]).integers(256, size=(84, 84), dtype=np.uint8)
+
+
 def frames(seed: int, game: int, step: int) -> np.ndarray:
-    """What is seen in a game; no two are alike, also across environments."""
-    return np.random.default_rng([seed, game, step]).integers(256, size=(4, 84, 84), dtype=np.uint8)
+    """What is seen in a game: its last four frames, or, as by EnvPool, the first of it in place of others."""
+    return np.stack([frame(seed, game, max(step - back, 0)) for back in (3, 2, 1, 0)])
 
 
 def game_rows(seed: int) -> Iterator[Row]:
