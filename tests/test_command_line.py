@@ -15,7 +15,7 @@ import envpool
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, MEMORY, OFF_POLICY, SAVED, SCRIPTS, SHORT, TWINS, load, play, run, takes, world
+from conftest import ATARI, MEMORY, OFF_POLICY, SAVED, SCRIPTS, SHORT, TWINS, load, play, run, takes
 from moviepy import VideoFileClip
 from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
