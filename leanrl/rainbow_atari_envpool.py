@@ -329,7 +329,8 @@ class Replay:
         rows = rows.unsqueeze(1)
         older = split(self.buffer[rows[:, 0]], self.columns)["older_frames"].long()
         back = torch.arange(3, -1, -1, device=rows.device).minimum(older)
-        return self.frames[(rows - self.num_envs * back) % self.capacity]
+        frames = (rows - self.num_envs * back) % self.capacity
+        return self.frames.index_select(0, frames.flatten()).unflatten(0, (-1, 4))  # faster than an index
 
     def transitions(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Of rows (n,): observations, actions (n,), n-step returns, discounts, observations after them."""

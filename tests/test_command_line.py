@@ -99,7 +99,8 @@ def test_an_environment_beside_the_current_folder_is_found(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name in OFF_POLICY])
 def test_a_run_without_a_gradient_step_has_a_summary(name):
-    done = play(name, "--learning-starts", 100, "--total-timesteps", 90)
+    small = ("--buffer-size", 1000)
+    done = play(name, *small, "--learning-starts", 100, "--total-timesteps", 90)
     assert (done["updates"], done["global_step"], done["summary"]["updates"]) == (0, 90, 0)
 
 

@@ -29,6 +29,7 @@ def test_steps_are_alike_and_wait_for_their_actions_alone(command, tmp_path):
     num_envs = int(options[-1]) if options else 2
     if name in OFF_POLICY:
         args = (*STEPS, *(EACH_STEP if name in (*DQN, *RAINBOW) else ()))
+        args += ("--buffer-size", 100) if name in RAINBOW else ()
     else:
         args = (*ROLLOUTS, "--num-envs", num_envs, "--total-timesteps", 32 * num_envs)
     # Of one with a memory in a world that cuts no episode: what that costs beyond other steps is not counted.
