@@ -107,7 +107,7 @@ INDUCTOR = {name: torch._inductor.config.get_config_copy()[name] for name in SET
 # renames it here, and in the tests that ask for it. Else tests ask for files, printed lines and the summary.
 INNER = """args summary device folder START_TIME global_step updates returns updates_due eval_returns
     envs obs_moments return_moments act policy best_actions sample prepare update kinds
-    state losses deviations replay priorities buffer size columns rollout rollout_obs batch batch_columns
+    state losses deviations replay priorities beta buffer size columns rollout rollout_obs batch batch_columns
     memory first_memory"""
 
 
