@@ -291,8 +291,8 @@ class Replay:
         else:
             self.frames = torch.zeros(shape, dtype=torch.uint8, device=device)
         self.buffer = torch.zeros(self.capacity, len(self.columns), device=device)
-        # Rows are in groups, so that it is enough to go through all groups, and then through one.
-        self.group_size = math.isqrt(self.capacity)
+        # A draw goes through the sums of all groups of rows, and then, for each row, through one group.
+        self.group_size = math.isqrt(self.capacity // args.batch_size)
         groups = math.ceil(self.capacity / self.group_size)
         self.priorities = torch.zeros(groups, self.group_size, device=device)
         self.group_sums = torch.zeros(groups, dtype=torch.float64, device=device)
