@@ -149,6 +149,35 @@ class ScriptedGames(gym.Env):
         return self._observe(), rewards, terminated, truncated, info
 
 
+class LitGames(gym.Env):
+    """In place of `envpool.make`: a third of each frame is lit, whose action earns 1; games of ten steps."""
+
+    action_space, observation_space = Discrete(3), Box(0, 255, (4, 84, 84), np.uint8)
+
+    def __init__(self, task_id, *, num_envs, seed, **_):
+        self.rng, self.num_envs, self.at = np.random.default_rng(seed), num_envs, 10
+
+    def _observe(self, anew: bool) -> np.ndarray:
+        self.lit = self.rng.integers(3, size=self.num_envs)
+        frames = np.zeros((self.num_envs, 1, 84, 84), np.uint8)
+        for frame, lit in zip(frames, self.lit, strict=True):
+            frame[0, :, 28 * lit : 28 * lit + 28] = 255
+        self.stack = np.concatenate([frames] * 4 if anew else [self.stack[:, 1:], frames], axis=1)
+        return self.stack
+
+    def reset(self):
+        self.at = 0
+        return self._observe(anew=True), {}
+
+    def step(self, actions):
+        anew = self.at == 10  # this step only goes on
+        rewards = np.zeros(self.num_envs, np.float32) if anew else (actions == self.lit).astype(np.float32)
+        self.at = 0 if anew else self.at + 1
+        over = np.full(self.num_envs, self.at == 10)
+        info = {"reward": rewards, "terminated": over.astype(np.int32)}
+        return self._observe(anew), rewards, over, np.zeros_like(over), info
+
+
 class Probe(gym.Env):
     """Episodes of three steps with known values, of two kinds.
 
