@@ -109,7 +109,14 @@ def test_a_run_without_a_gradient_step_has_a_summary(name):
 @pytest.mark.parametrize("name", [*SCRIPTS, *TWINS[::4]])
 def test_summary_bar_and_logs(name, tmp_path, capfd):
     """Of a run that asks for a CUDA device, and twins for graphs, on a machine that has none."""
-    options = ("--num-envs", "2", "--exp-name", "an_experiment", *(["--cudagraphs"] if name in TWINS else []))
+    num_envs = "1" if name in RAINBOW else "2"  # of two games the last step may be one too many
+    options = (
+        "--num-envs",
+        num_envs,
+        "--exp-name",
+        "an_experiment",
+        *(["--cudagraphs"] if name in TWINS else []),
+    )
     options += ("--precision", "tf32")
     can_flush = torch.set_flush_denormal(False)  # not every processor can
     with patch("torch.cuda.is_available", lambda: False):
@@ -125,7 +132,7 @@ def test_summary_bar_and_logs(name, tmp_path, capfd):
     [line] = printed.out.splitlines()
     summary, args = json.loads(line), asdict(done["args"])
     steps, returns = done["global_step"], done["returns"]
-    assert 200 < steps <= 300 + (name in RAINBOW)  # of one game or two
+    assert 200 < steps <= 300
     assert all(summary.pop(key) > 0 for key in ("sps", "startup_seconds", "wall_seconds"))
     expected = args | {"script": name, "device": "cpu", "compile": False, "cudagraphs": False}
     expected |= {"total_timesteps": steps, "updates": done["updates"], "episodes": len(returns)}
@@ -147,9 +154,8 @@ def test_summary_bar_and_logs(name, tmp_path, capfd):
     assert logged.keys() == expected | {f"losses/{tag}" for tag in conftest.algorithm(name).losses}
     assert [value for _, value in logged["charts/episodic_return"]] == pytest.approx(returns)
     if name in OFF_POLICY:
-        entries, rate = [step for step, _ in logged["charts/SPS"]], 4 if name in ATARI else 1
-        assert [step // 100 for step in entries] == [1, 2, 3] and entries[-1] == steps
-        assert done["updates"] == 198 // rate
+        assert [step for step, _ in logged["charts/SPS"]] == [100, 200, 300]
+        assert done["updates"] == (49 if name in RAINBOW else 198)
     else:  # an entry a rollout
         updates = (2 if name in MEMORY else 5) * (1 if name in ATARI else 2)
         assert len(logged["charts/SPS"]) == done["updates"] / updates >= 3

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from conftest import RAINBOW, checkpoint, load, play, run
 from envs import Row, game_rows
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 
 each = pytest.mark.parametrize("name", RAINBOW)
@@ -123,6 +124,51 @@ def test_frames_that_are_kept_once_are_what_envpool_shows(tmp_path):
     assert result["returns"] and replay.buffer[:, 2].sum() > 2 * len(result["returns"])  # lives are lost
     rows = torch.arange(len(expected))
     assert torch.equal(replay.observations(rows), expected)
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+@each
+def test_whole_games_are_counted_with_all_their_lives(name, num_envs):
+    options = ("--num-envs", num_envs, "--total-timesteps", 150, "--buffer-size", 200, "--batch-size", 4)
+    result = play(name, *options, *NEVER)
+    [played] = conftest.instances(result)
+    rows = (islice(game_rows(seed), len(played.actions)) for seed in played.seeds)
+    conftest.assert_episodes_are_counted(result, zip(*rows, strict=True))
+    assert len(result["returns"]) > 10 and result["global_step"] < len(played.actions) * num_envs
+
+
+class Turns(TorchFunctionMode):
+    """Notes for each gradient step, by its new priorities, whether the target network moves after it."""
+
+    tau = 0.123
+
+    def __init__(self):
+        super().__init__()
+        self.noted: list[bool] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is Tensor.maximum:
+            self.noted.append(False)
+        elif function is Tensor.lerp_ and args[2] == self.tau:
+            self.noted[-1] = True
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("num_envs", "rate", "every"), [(1, 4, 8), (1, 3, 7), (3, 1, 3)])
+@each
+def test_gradient_steps_and_targets_have_their_turns(name, num_envs, rate, every):
+    """Agent steps count, over all games, and not those that only go on after an end."""
+    options = ("--num-envs", num_envs, "--total-timesteps", 60, "--buffer-size", 100, "--batch-size", 4)
+    options += ("--train-frequency", rate, "--target-network-frequency", every, "--tau", Turns.tau)
+    with Turns() as turns:
+        result = play(name, *options, "--learning-starts", 20)
+    [played] = conftest.instances(result)
+    rows = zip(*(islice(game_rows(seed), len(played.actions) - 1) for seed in played.seeds), strict=True)
+    learnt = sum(row.valid for of_games in rows for row in of_games) - 20  # without the last step of all
+    steps = range(rate, learnt + 1, rate)
+    assert turns.noted == [step // every > (step - rate) // every for step in steps]
+    assert result["updates"] == conftest.gradient_steps(result, "q_network") == len(steps) > 5
+    assert result["updates_due"] == result["global_step"] - 20 - len(steps) * rate
 
 
 # ---- Draws -------------------------------------------------------------------------------------------------
