@@ -29,9 +29,9 @@ Tags, at each place that differs; docs/tricks.md has a chapter on each:
 - [fast: graph capture] a CUDA graph launches a whole gradient step at once;
 - [fast: warm-up] all is compiled and captured before the first step, on the state, which is then put back.
 
-Deviations from the paper; the first three are CleanRL's:
+Deviations from the paper; the first two are CleanRL's:
+- learning starts after 80,000 agent steps (paper: 80,000 frames, which are 20,000);
 - weights of a batch are divided by the largest of the batch, not of all transitions;
-- beta rises with the agent steps, from 0.4 to 1, and new transitions get the highest priority so far;
 - evaluation has no noise on the weights (without --noisy: no random actions);
 - the gradient steps come before the environment step: they see the buffer up to n steps before;
 - the step after the end of a game or life is no transition: EnvPool's `reset` cannot go on after a lost life;
@@ -383,7 +383,7 @@ class Replay:
         self.set_priorities(rows, new)
 
     def saved(self, steps: int) -> dict[str, Tensor]:
-        """What a checkpoint after so many steps needs, the frames only if they are in no file."""
+        """What a checkpoint after so many steps of all games needs, frames only if they are in no file."""
         rows = {"buffer": self.buffer, "priorities": self.priorities.view(-1)}
         if self.file is None:
             rows["frames"] = self.frames
@@ -401,11 +401,10 @@ class Replay:
         self.group_sums.copy_(self.priorities.sum(1, dtype=torch.float64))
         if self.file is None:
             self.frames[:used] = saved["frames"]
-        steps_of_games = split(self.buffer.view(self.num_steps, self.num_envs, -1), self.columns)
-        steps_of_games["over"][(steps - 2) % self.num_steps] = (
-            1  # no return goes on into the games that begin
-        )
-        steps_of_games["valid"][(steps - 1) % self.num_steps] = 0
+        # No return goes on into the games that begin now.
+        of_games = split(self.buffer.view(self.num_steps, self.num_envs, -1), self.columns)
+        of_games["over"][(steps - 2) % self.num_steps] = 1
+        of_games["valid"][(steps - 1) % self.num_steps] = 0
 
 
 def split(rows: Tensor, columns: dict[str, int]) -> dict[str, Tensor]:
