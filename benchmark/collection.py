@@ -255,6 +255,14 @@ COLLECTION = {
         cleanrl="pqn_atari_envpool",
         in_cleanrl_package=False,
     ),
+    "rainbow_atari_envpool": Algorithm(
+        title="Rainbow for Atari",
+        **ATARI | {"num_envs": 1, "quick": 3000, "speed": 6000},
+        losses=OF_Q,
+        learning_starts=80_000,
+        cleanrl="rainbow_atari",
+        in_cleanrl_package=False,
+    ),
     "dqn": Algorithm(
         title="DQN",
         actions="discrete",

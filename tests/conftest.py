@@ -82,10 +82,11 @@ ATARI = those(lambda name: algorithm(name).actions == "atari")
 MEMORY = those(lambda name: "\nclass LSTM(" in text(name))  # what went before is part of what they act on
 NOT_ATARI = [name for name in SCRIPTS if name not in ATARI]
 Q_LEARNING = those(lambda name: "td_loss" in algorithm(name).losses)
-DQN = [name for name in OFF_POLICY if name in Q_LEARNING]
+DQN = [name for name in OFF_POLICY if name in Q_LEARNING and name not in ATARI]
+RAINBOW = [name for name in OFF_POLICY if name in ATARI]
 PQN = [name for name in ON_POLICY if name in Q_LEARNING]
 PPO = [name for name in ON_POLICY if name not in PQN]
-ACTOR_CRITIC = [name for name in OFF_POLICY if name not in DQN]
+ACTOR_CRITIC = [name for name in OFF_POLICY if name not in Q_LEARNING]
 MANY = [name for name in OFF_POLICY if algorithm(name).num_envs > 1]  # environments, of EnvPool by default
 # Arguments for a run of some 300 steps that performs updates, one a step if it is off-policy.
 EACH_STEP = ("--train-frequency", "1", "--target-network-frequency", "3")
@@ -95,7 +96,10 @@ SHORT |= {name: (*EACH_STEP, *SHORT[name]) for name in DQN}
 ROLLOUTS = ("--num-envs", "2", "--num-steps", "50", "--num-minibatches", "5", "--update-epochs", "2")
 SHORT |= dict.fromkeys(ON_POLICY, (*ROLLOUTS, "--total-timesteps", "300"))
 SHORT |= {name: (*SHORT[name][:4], "--num-minibatches", "2", *SHORT[name][6:]) for name in MEMORY}
-SHORT |= {name: (*SHORT[name], "--update-epochs", "1") for name in ATARI}  # which are slow
+# Atari's are slow.
+SHORT |= {name: (*SHORT[name], "--update-epochs", "1") for name in ATARI if name in ON_POLICY}
+SMALL = ("--batch-size", "8", "--buffer-size", "1000", "--train-frequency", "4")
+SHORT |= {name: (*FEW, *SMALL, "--target-network-frequency", "12") for name in RAINBOW}
 # Scripts set these options of the compiler. Each run begins with the defaults: with options that another
 # script has set, it would compile again what is in the cache.
 SETTINGS = "cpp_wrapper cpp.vec_isa_ok cpp.use_decompose_tanh fallback_random max_pointwise_cat_inputs"
@@ -105,7 +109,8 @@ INDUCTOR = {name: torch._inductor.config.get_config_copy()[name] for name in SET
 # renames it here, and in the tests that ask for it. Else tests ask for files, printed lines and the summary.
 INNER = """args summary device folder START_TIME global_step updates returns updates_due eval_returns
     envs obs_moments return_moments act policy best_actions sample prepare update kinds
-    state losses deviations buffer size columns rollout rollout_obs batch batch_columns memory first_memory"""
+    state losses deviations replay priorities beta buffer size columns rollout rollout_obs batch batch_columns
+    memory first_memory"""
 
 
 def alone(name: str, args: tuple) -> tuple:
@@ -140,6 +145,8 @@ def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> 
             torch.set_autocast_enabled("cuda", False)
     for _, tag, value, step in (call.args for call in add.call_args_list):
         logged.setdefault(tag, []).append((step, float(value)))
+    if "replay" in result:
+        result |= {name: getattr(result["replay"], name) for name in ("buffer", "priorities")}
     return {name: value for name, value in result.items() if name in INNER.split()} | {"logged": logged}
 
 
@@ -307,7 +314,7 @@ def rate_of(optimizer) -> float:
 def numbers(globals_: dict) -> dict[str, Tensor]:
     """What a run computed: buffer, latest losses, returns, and what checkpoints have, by parameter."""
     found = {f"losses.{name}": value for name, value in globals_["losses"].items()}
-    found |= {name: globals_[name] for name in ("buffer", "batch") if name in globals_}
+    found |= {name: globals_[name] for name in ("buffer", "batch", "priorities") if name in globals_}
     found["returns"] = torch.tensor(globals_["returns"])
     for name, item in globals_["state"].items():
         values = adam_state(globals_, name) if "optimizer" in name else item.state_dict()

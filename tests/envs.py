@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import count
 from typing import ClassVar, NamedTuple
 
@@ -93,9 +94,15 @@ LIVES = [(3, 1, 2), (1,), (1, 1, 1), (2, 3), (1,), (1,), (5,)]
 SCORES = [0, 4, -1, 0, 7, 1]
 
 
+@lru_cache(256)
+def frame(seed: int, game: int, step: int) -> np.ndarray:
+    """A frame of a game; no two are alike, also across environments."""
+    return np.random.default_rng([seed, game, step]).integers(256, size=(84, 84), dtype=np.uint8)
+
+
 def frames(seed: int, game: int, step: int) -> np.ndarray:
-    """What is seen in a game; no two are alike, also across environments."""
-    return np.random.default_rng([seed, game, step]).integers(256, size=(4, 84, 84), dtype=np.uint8)
+    """What is seen in a game: its last four frames, or, as by EnvPool, the first of it in place of others."""
+    return np.stack([frame(seed, game, max(step - back, 0)) for back in (3, 2, 1, 0)])
 
 
 def game_rows(seed: int) -> Iterator[Row]:
@@ -140,6 +147,35 @@ class ScriptedGames(gym.Env):
         info = {"reward": scores.astype(np.float32), "terminated": (over & ~truncated).astype(np.int32)}
         rewards = signs.astype(np.float32) if self.reward_clip else info["reward"]
         return self._observe(), rewards, terminated, truncated, info
+
+
+class LitGames(gym.Env):
+    """In place of `envpool.make`: a third of each frame is lit, whose action earns 1; games of ten steps."""
+
+    action_space, observation_space = Discrete(3), Box(0, 255, (4, 84, 84), np.uint8)
+
+    def __init__(self, task_id, *, num_envs, seed, **_):
+        self.rng, self.num_envs, self.at = np.random.default_rng(seed), num_envs, 10
+
+    def _observe(self, anew: bool) -> np.ndarray:
+        self.lit = self.rng.integers(3, size=self.num_envs)
+        frames = np.zeros((self.num_envs, 1, 84, 84), np.uint8)
+        for frame, lit in zip(frames, self.lit, strict=True):
+            frame[0, :, 28 * lit : 28 * lit + 28] = 255
+        self.stack = np.concatenate([frames] * 4 if anew else [self.stack[:, 1:], frames], axis=1)
+        return self.stack
+
+    def reset(self):
+        self.at = 0
+        return self._observe(anew=True), {}
+
+    def step(self, actions):
+        anew = self.at == 10  # this step only goes on
+        rewards = np.zeros(self.num_envs, np.float32) if anew else (actions == self.lit).astype(np.float32)
+        self.at = 0 if anew else self.at + 1
+        over = np.full(self.num_envs, self.at == 10)
+        info = {"reward": rewards, "terminated": over.astype(np.int32)}
+        return self._observe(anew), rewards, over, np.zeros_like(over), info
 
 
 class Probe(gym.Env):

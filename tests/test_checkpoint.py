@@ -24,6 +24,7 @@ from conftest import (
     MEMORY,
     OFF_POLICY,
     Q_LEARNING,
+    RAINBOW,
     SAVED,
     SCRIPTS,
     SHORT,
@@ -50,9 +51,16 @@ LATER = count(9_000_000_000)  # TensorBoard reads the files of a folder by the s
 def short(name: str, steps: int = 300) -> tuple:
     """The arguments for a short run, at the end of which some of a gradient step is due."""
     rate = ("--train-frequency", 7)
-    rate = rate if name in DQN else ("--num-updates", 1) if name in MANY else ("--updates-per-step", 0.7)
+    rate = (
+        rate
+        if name in (*DQN, *RAINBOW)
+        else ("--num-updates", 1)
+        if name in MANY
+        else ("--updates-per-step", 0.7)
+    )
     small = ("--batch-size", 8, "--buffer-size", CAPACITY[name], *rate) if name in OFF_POLICY else ()
     small += ("--exploration-fraction", 1) if name in Q_LEARNING else ()
+    small += ("--no-noisy",) if name in RAINBOW else ()
     return (*SHORT[name], *small, "--total-timesteps", steps)
 
 
@@ -87,6 +95,12 @@ def lasting(result: dict) -> dict:
         found["buffer"] = result["buffer"].clone()
     if "sample" in result:  # what goes on marks where its episodes begin
         found["buffer"][:, 8] = 0
+    if "replay" in result:  # a run that goes on ends what was before: over and valid of the last two steps
+        found |= {
+            "buffer": result["buffer"][:, [0, 1, 2, 5]].clone(),
+            "frames": result["replay"].frames.clone(),
+        }
+        found["priorities"] = result["priorities"].clone()
     return found | {name: item.state_dict() for name, item in result["state"].items()}
 
 
@@ -122,11 +136,12 @@ def test_a_run_goes_on_from_what_was_saved(name, tmp_path):
     assert set.intersection(*map(set, seeds)) <= {None}
     if name in OFF_POLICY:  # as many gradient steps as in one run, and rows where they would be
         each = 1 if name in MANY else 0.7
-        assert on["updates"] == ((end - 101) // 7 if name in DQN else math.ceil(each * (end - 101)))
+        assert on["updates"] == ((end - 101) // 7 if name in Q_LEARNING else math.ceil(each * (end - 101)))
+    if name in OFF_POLICY and name not in RAINBOW:  # of which tests/test_replay.py looks at each row
         rows = lasting(on)["buffer"] != lasting(before)["buffer"]
         rows = rows.any(dim=1).nonzero().flatten().tolist()
         assert rows == sorted(step % CAPACITY[name] for step in range(300, 500))
-    else:  # what is scheduled is so over the steps that the second run knows of
+    if name not in OFF_POLICY:  # what is scheduled is so over the steps that the second run knows of
         steps, rates = zip(*logged["charts/learning_rate"], strict=True)
         left = 1 - np.array([begin, *steps[:-1]]) / 500
         assert rates == pytest.approx(on["args"].learning_rate * left)
@@ -229,19 +244,22 @@ def test_the_same_signal_again_ends_a_run_at_once():
 def expected_actions(name: str, done: dict, rows: list[Row]) -> np.ndarray:
     """What the networks of a run take for the best actions at the steps of an episode."""
     state, obs = done["state"], np.stack([row.obs for row in rows])
-    if name in ATARI:  # frames come last; an agent with a memory sees the newest alone
+    if name in RAINBOW:
+        obs = torch.from_numpy(obs)
+    elif name in ATARI:  # frames come last; an agent with a memory sees the newest alone
         obs = torch.from_numpy(obs[:, -1:] if name in MEMORY else obs).movedim(1, -1)
     else:
         obs = obs.reshape(len(obs), -1)
         obs = done["obs_moments"].standardise(obs) if "obs_moments" in done else obs
         obs = torch.from_numpy(obs).float()
     with torch.no_grad():
-        if name in OFF_POLICY and name not in DQN:
+        if name in OFF_POLICY and name not in Q_LEARNING:
             actions = state["actor"](state.get("obs_normalizer", torch.nn.Identity())(obs))
             # Of a Gaussian the mean; of environments, the middle of their bounds is 0.
             outputs = torch.tanh(actions[0]) if isinstance(actions, tuple) else actions
         elif name in Q_LEARNING:
-            outputs = state["q_network"](obs)
+            outputs = state["q_network"].eval()(obs)
+            outputs = outputs.softmax(2) @ torch.linspace(-10, 10, 51) if name in RAINBOW else outputs
         elif name in MEMORY:
             valid = torch.tensor([[row.valid] for row in rows])
             outputs = recalled(state["agent"], obs[:, None], valid)[0][:, 0]

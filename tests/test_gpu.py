@@ -16,6 +16,7 @@ from conftest import (
     MEMORY,
     ON_POLICY,
     Q_LEARNING,
+    RAINBOW,
     algorithm,
     assert_same_numbers,
     changed,
@@ -37,9 +38,12 @@ CHOICES += ("--learning-starts", 65, "--total-timesteps", 1365)
 # Some 8 to 21 gradient steps, and how far parameters may be apart: a step of the learning rate, as in
 # test_twins.py. With so many environments the policies of PPO and DQN are PyTorch's, too.
 MANY = (*ROLLOUTS, 258, "--num-steps", 4, "--total-timesteps", 2500)
+GAMES = ("--num-envs", 2, "--train-frequency", 2, "--target-network-frequency", 6, "--batch-size", 8)
+GAMES += ("--buffer-size", 200, "--learning-starts", 20, "--total-timesteps", 60)
 RUNS = {
     (False, "continuous"): (run, (*REACHER, 85), 1e-3),
     (False, "discrete"): (play, CHOICES, 1e-3),
+    (False, "atari"): (play, GAMES, 3e-4),
     (True, "continuous"): (play, MANY, 3e-4),
     (True, "discrete"): (play, MANY, 3e-4),
     (True, "on device"): (
@@ -104,7 +108,9 @@ def test_compiled_random_numbers_are_captured(script):
     for result in (eager, twin):
         # Else the noise is the host's, or there is none.
         if script not in ON_POLICY or (script in ATARI and script not in Q_LEARNING):
-            obs = result["rollout_obs"][0] if script in ATARI else None
+            obs = result["rollout_obs"][0] if "rollout_obs" in result else None
+            if script in RAINBOW:
+                obs = torch.zeros(2, 4, 84, 84, dtype=torch.uint8, device=result["device"])
             keep = [torch.zeros(len(obs), 1, device=result["device"])] if script in MEMORY else []
             if obs is None:
                 shape = result["envs"].observation_space.shape
@@ -116,7 +122,7 @@ def test_compiled_random_numbers_are_captured(script):
             before, values = copy.deepcopy({k: item.state_dict() for k, item in result["state"].items()}), []
             for _ in range(2):  # gradient steps from the same parameters, on other batches
                 result["update"](*gradient_steps(result)[0])
-                values.append(result["losses"]["q_values" if script in DQN else "qf1_values"].clone())
+                values.append(result["losses"]["q_values" if script in Q_LEARNING else "qf1_values"].clone())
                 for key, item in result["state"].items():
                     item.load_state_dict(before[key])
             assert not torch.equal(*values)

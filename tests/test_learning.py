@@ -1,12 +1,25 @@
 """Every script learns: the known values of tiny environments, and to balance a pole."""
 
 import json
+from unittest.mock import patch
 
 import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import DISCRETE, MEMORY, NOT_ATARI, OFF_POLICY, Q_LEARNING, algorithm, run, takes, world
+from conftest import (
+    DISCRETE,
+    MEMORY,
+    NOT_ATARI,
+    OFF_POLICY,
+    Q_LEARNING,
+    RAINBOW,
+    algorithm,
+    run,
+    takes,
+    world,
+)
+from envs import LitGames
 
 # How many steps are enough to learn to balance, and to learn values, and arguments.
 FAST = ("--batch-size", 64, "--learning-starts", 100, "--tau", 0.05)
@@ -103,3 +116,20 @@ def test_a_cue_of_the_first_step_is_remembered(name):
     sizes = ("--num-envs", 16, "--num-steps", 22, "--num-minibatches", 2, "--total-timesteps", 15_000)
     result = run(name, *world(name, "Cue"), *sizes, "--learning-rate", 3e-3, "--eval-every", 15_000)
     assert min(result["summary"]["eval_returns"]) > 9
+
+
+PLAIN = ("--no-double", "--no-dueling", "--no-noisy", "--no-distributional", "--n-step", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [(), (*PLAIN, "--prioritized-replay-alpha", 0)], ids=["all", "none"])
+def test_rainbow_learns_what_a_frame_asks_for(parts):
+    """At random a game earns 3.3, at best 10. The error of Q-learning may rise as its values do."""
+    options = ("--num-envs", 4, "--buffer-size", 2000, "--learning-starts", 200, "--batch-size", 16, *parts)
+    options += ("--total-timesteps", 1600, "--learning-rate", 3e-4, "--target-network-frequency", 100)
+    with patch("envpool.make", LitGames):
+        result = run(RAINBOW[0], *options, "--gamma", 0.5, "--eval-every", 10**6)
+    assert result["summary"]["episodic_return_10"] > 7
+    assert np.mean(result["summary"]["eval_returns"]) > 9
+    losses = [value for _, value in result["logged"]["losses/td_loss"]]
+    assert parts or np.mean(losses[-3:]) < np.mean(losses[:3])

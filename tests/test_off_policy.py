@@ -1,4 +1,7 @@
-"""Off-policy scripts on environments and batches that are known: what is stored, counted and learnt."""
+"""Off-policy scripts on environments and batches that are known: what is stored, counted and learnt.
+
+tests/test_replay.py has Atari's.
+"""
 
 import copy
 import math
@@ -9,7 +12,7 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import ACTOR_CRITIC, DQN, EACH_STEP, OFF_POLICY, TWINS, instances, load, rates, run, takes
+from conftest import ACTOR_CRITIC, DQN, EACH_STEP, TWINS, instances, load, rates, run, takes
 from envs import scripted_rows
 from torch import Tensor, nn
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
@@ -17,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 actor_critic = pytest.mark.parametrize("name", ACTOR_CRITIC)
 discrete = pytest.mark.parametrize("name", DQN)
+every = pytest.mark.parametrize("name", [*ACTOR_CRITIC, *DQN])
 FAST = [name for name in ACTOR_CRITIC if takes(name, "num_atoms")]
 SAC = [name for name in ACTOR_CRITIC if takes(name, "autotune")]
 fast = pytest.mark.parametrize("name", FAST)
@@ -57,7 +61,7 @@ def transition(name: str, row, next_obs: np.ndarray, action) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("num_envs", "buffer_size"), [(1, 1000), (3, 10)])
-@pytest.mark.parametrize("name", OFF_POLICY)
+@every
 def test_transitions_are_stored_and_whole_episodes_counted(name, num_envs, buffer_size):
     result = fresh(name, num_envs, "--buffer-size", buffer_size)
     steps = history(result)
@@ -173,7 +177,7 @@ def test_so_many_actions_are_random(name, epsilon):
         torch.testing.assert_close(both.float().mean(), expected[best] ** 2, rtol=0, atol=close)
 
 
-@pytest.mark.parametrize("name", OFF_POLICY)
+@every
 def test_targets_begin_as_their_networks_and_alpha_where_it_should(name):
     """Seen where nothing moves: with a learning rate and a tau of 0."""
     fixed = ("--batch-size", 4, "--learning-starts", 10, "--total-timesteps", 20, "--tau", 0, *rates(name, 0))

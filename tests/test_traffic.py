@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import ACTOR_CRITIC, DQN, MEMORY, OFF_POLICY, SAVED, SCRIPTS, TWINS, checkpoint, play
+from conftest import ACTOR_CRITIC, DQN, MEMORY, OFF_POLICY, RAINBOW, SAVED, SCRIPTS, TWINS, checkpoint, play
 from traffic import TrafficError, counted_traffic
 
 # A gradient step after each of 22 steps, without a log entry; or four rollouts of eight, with four of them.
@@ -28,7 +28,8 @@ def test_steps_are_alike_and_wait_for_their_actions_alone(command, tmp_path):
     name, *options = command.split()
     num_envs = int(options[-1]) if options else 2
     if name in OFF_POLICY:
-        args = (*STEPS, *(EACH_STEP if name in DQN else ()))
+        args = (*STEPS, *(EACH_STEP if name in (*DQN, *RAINBOW) else ()))
+        args += ("--buffer-size", 100) if name in RAINBOW else ()
     else:
         args = (*ROLLOUTS, "--num-envs", num_envs, "--total-timesteps", 32 * num_envs)
     # Of one with a memory in a world that cuts no episode: what that costs beyond other steps is not counted.

@@ -127,10 +127,13 @@ def test_metadata_equal_the_requirements(name):
 REACHER, TWENTY = ("--env-id", "Reacher-v4"), ("--learning-starts", 64, "--total-timesteps", 85)
 # Two rollouts, in both of which an episode ends: Reacher cuts them after 50 steps.
 EPOCHS = ("--num-minibatches", 2, "--update-epochs", 2, "--num-steps")
+# The replay buffer is written over.
+GAMES = ("--batch-size", 8, "--buffer-size", 64, "--learning-starts", 64, "--total-timesteps", 85)
 # What every script is run with, by whether it is on-policy and its actions.
 ARGS = {
     (False, "continuous"): (*REACHER, *TWENTY, "--num-envs", 4),
     (False, "discrete"): (*EACH_STEP, "--env-id", "CartPole-v1", *TWENTY, "--num-envs", 4),
+    (False, "atari"): (*EACH_STEP, *GAMES, "--num-envs", 2),
     (True, "continuous"): (*REACHER, *EPOCHS, 64, "--num-envs", 4, "--total-timesteps", 512),
     (True, "discrete"): ("--env-id", "CartPole-v1", *EPOCHS, 64, "--num-envs", 4, "--total-timesteps", 512),
     (True, "atari"): (*EPOCHS, 16, "--num-envs", 2, "--total-timesteps", 64),
