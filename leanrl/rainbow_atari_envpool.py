@@ -247,7 +247,7 @@ def project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
     most = len(support) - 1
     index = ((atoms - support[0]) * (most / (support[-1] - support[0]))).clamp(0, most)
     lower = index.floor().clamp(max=most - 1)
-    upper_share, lower = index - lower, lower.long()
+    upper_share, lower = index - lower, lower.nan_to_num().long()  # NaN is no index, and stays in the share
     projected = torch.zeros_like(probs).scatter_add(1, lower, probs * (1 - upper_share))
     return projected.scatter_add(1, lower + 1, probs * upper_share)
 
