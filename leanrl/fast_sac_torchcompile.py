@@ -34,7 +34,6 @@ Deviations from the authors' code, the first for two cores of a CPU; docs/fast_s
 - log(1 - tanh(u)^2) is written so that it is finite for every u (1e-6 is added to the difference);
 - observations are standardised by what the environments gave (by each batch that was drawn);
 - batches are drawn from all rows alike, without mirror images of them (as many from each environment);
-- the logarithm of the entropy coefficient decays as weights do (by AdamW's default, 0.01);
 - the gradient steps come before the environment step; the actor learns in the first of two (second).
 """
 
@@ -451,7 +450,7 @@ if __name__ == "__main__":
     adamw = partial(AdamW, decay=args.weight_decay)
     actor_optimizer = adamw(flat_actor.params, lr=args.actor_learning_rate)
     q_optimizer = adamw(flat_qf.params, lr=args.critic_learning_rate)
-    alpha_optimizer = adamw(log_alpha, lr=args.alpha_learning_rate)
+    alpha_optimizer = adamw(log_alpha, lr=args.alpha_learning_rate, decay=0.01)  # as the authors
     obs_normalizer = EmpiricalNormalization(obs_dim, device)
     # What checkpoints hold beside the replay buffer: add modules and optimizers of your own.
     state = {"actor": actor, "qf1": qf1, "qf2": qf2, "qf1_target": qf1_target, "qf2_target": qf2_target}

@@ -256,7 +256,14 @@ KNOWN = {
     "sac_continuous_action": ("--policy-lr", ACTOR_RATE),
     "td3_continuous_action": ("--policy-noise", 0.4, "--noise-clip", 0.5),
     "fast_td3": ("--policy-noise", 0.4, *("--v-min", -4, "--v-max", 3, "--num-atoms", 15), *NARROW),
-    "fast_sac": ("--alpha", 0.2, *("--v-min", -4, "--v-max", 3, "--num-atoms", 15), *NARROW),
+    "fast_sac": (
+        "--alpha",
+        0.2,
+        "--weight-decay",
+        0.3,
+        *("--v-min", -4, "--v-max", 3, "--num-atoms", 15),
+        *NARROW,
+    ),
     "dqn": (),
 }
 
@@ -305,8 +312,9 @@ class ByHand:
             networks = [self.nets[name] for name in LEARN[key]]
             rate = conftest.rate_of(result["state"][key])
             params = [param for network in networks for param in network.requires_grad_(True).parameters()]
-            decay = getattr(result["args"], "weight_decay", 0)
-            betas = (0.9, 0.95 if hasattr(result["args"], "target_entropy_ratio") else 0.999)
+            decay, betas = getattr(result["args"], "weight_decay", 0), (0.9, 0.999)
+            if hasattr(result["args"], "target_entropy_ratio"):  # FastSAC's
+                decay, betas = 0.01 if key == "alpha_optimizer" else decay, (0.9, 0.95)
             self.optimizers[key] = torch.optim.AdamW(params, lr=rate, betas=betas, weight_decay=decay)
 
     def batch(self, *widths: int) -> tuple[Tensor, ...]:
