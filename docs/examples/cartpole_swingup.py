@@ -2,7 +2,7 @@
 
     ./run.sh train ppo_on_device_torchcompile --compile --cudagraphs \
         --env-id docs.examples.cartpole_swingup:CartpoleSwingup \
-        --total-timesteps 10_000_000 --num-steps 64 --num-minibatches 32 --gamma 0.98
+        --total-timesteps 10_000_000 --num-steps 128 --num-minibatches 64 --gamma 0.99
 
 `step` returns what `Pendulum.step` of the script does.
 """
