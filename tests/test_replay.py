@@ -229,7 +229,7 @@ def test_sums_do_not_drift_and_rows_that_must_not_be_drawn_stay_so():
     for step in range(3000):
         rows = torch.randint(3000, (7,))
         new = 10 ** (torch.rand(7) * 8 - 4)
-        replay.learnt(rows, replay.priorities.view(-1)[rows], new)
+        replay.reprioritise(rows, replay.priorities.view(-1)[rows], new)
         kept = torch.where(priorities[rows] > 0, new, 0)
         if step == 0:
             assert replay.max_priority == max(1, kept.max())
@@ -248,7 +248,7 @@ def test_a_place_beyond_all_rows_has_no_weight():
         rows, chosen, weights = replay.draw(8, 0.5)
     assert chosen[-1] == weights[-1] == 0 and (weights[:-1] > 0).all()
     before = replay.priorities.clone()
-    replay.learnt(rows[-1:], chosen[-1:], torch.tensor([5.0]))
+    replay.reprioritise(rows[-1:], chosen[-1:], torch.tensor([5.0]))
     assert torch.equal(replay.priorities, before) and replay.max_priority == 1
     replay.set_priorities(torch.arange(1000), torch.zeros(1000))
     rows, _, weights = replay.draw(8, 0.5)
@@ -323,8 +323,8 @@ def test_gradient_steps_are_those_of_the_papers(name, options):
     conftest.begin_anew(result, noise=0.02)
     for action, key in enumerate(("q_network", "target_network")):  # no two prefer the same one
         result["state"][key].advantage2.bias.data.view(3, -1)[action, -1] += 2
-    rows = torch.arange(replay.capacity)
-    replay.learnt(rows, replay.priorities.view(-1)[: replay.capacity], torch.rand(replay.capacity) + 0.1)
+    old = replay.priorities.view(-1)[: replay.capacity]
+    replay.reprioritise(torch.arange(replay.capacity), old, torch.rand(replay.capacity) + 0.1)
     plain = copy.deepcopy(replay)
     network, target = (copy.deepcopy(result["state"][key]) for key in ("q_network", "target_network"))
     optimizer = torch.optim.Adam(network.requires_grad_(True).parameters(), lr=RATE, eps=1.5e-4)
@@ -345,15 +345,15 @@ def test_gradient_steps_are_those_of_the_papers(name, options):
         logits = network(obs)[range(16), actions]
         if args.distributional:
             aims = shared_out(next_logits.softmax(1), returns + discounts * ATOMS)
-            errors = F.cross_entropy(logits, aims, reduction="none")
+            errors = surprises = F.cross_entropy(logits, aims, reduction="none")
         else:
-            error = logits[:, 0] - (returns + discounts * next_logits)[:, 0]
-            errors = torch.where(error.abs() < 1, error**2 / 2, error.abs() - 0.5)
+            surprises = (logits - returns - discounts * next_logits)[:, 0].abs()
+            errors = torch.where(surprises < 1, surprises**2 / 2, surprises - 0.5)
         losses.update(td_loss=(weights * errors).mean(), q_values=mean(logits).mean())
         optimizer.zero_grad()
         losses["td_loss"].backward()
         optimizer.step()
-        new = (errors.detach() + 1e-6) ** args.prioritized_replay_alpha
+        new = (surprises.detach() + 1e-6) ** args.prioritized_replay_alpha
         for row, value in zip(rows.tolist(), new.tolist(), strict=True):
             plain.priorities.view(-1)[row] = value
         plain.max_priority.clamp_(min=new.max().item())
@@ -431,7 +431,7 @@ def test_a_file_that_cannot_be_is_told_at_the_start(refusal, tmp_path):
     """A disk that is too small for it, a file that is there, and none for a run that goes on."""
     name, args = RAINBOW[0], ("--buffer-file", "frames", "--batch-size", 4, *NEVER, "--checkpoint-every", 20)
     told = refusal(name, play, *args, "--buffer-size", 10**12, directory=tmp_path)
-    assert told.startswith("--buffer-file takes a new file for 7056000.0 GB: ")
+    assert told.startswith(f"--buffer-file {tmp_path / 'frames'} of 7056000.0 GB: ")
     assert not [*tmp_path.iterdir()]
     small = ("--buffer-size", 40, "--total-timesteps", 30)
     play(name, *args, *small, directory=tmp_path)
@@ -440,11 +440,29 @@ def test_a_file_that_cannot_be_is_told_at_the_start(refusal, tmp_path):
     assert "File exists" in refusal(name, play, *args, *small, directory=tmp_path)
     assert (tmp_path / "frames").read_bytes() == content
     folder = checkpoint(tmp_path).parent
+    goes_on = (name, play, "--resume", folder, "--total-timesteps", 40)
+    told = refusal(*goes_on, "--checkpoint-every", 30)  # in another directory
+    assert told.endswith(f"it has {84 * 7056} bytes, not {104 * 7056}; --checkpoint-every has to stay")
+    assert "--buffer-file has to stay" in refusal(*goes_on, "--buffer-file", "None")
     shutil.move(tmp_path / "frames", tmp_path / "moved")
-    goes_on = ("--resume", folder, "--total-timesteps", 40)
-    assert "No such file" in refusal(name, play, *goes_on, directory=tmp_path)
-    told = refusal(name, play, *goes_on, "--checkpoint-every", 30, directory=tmp_path)
-    assert told.startswith("--checkpoint-every has to stay 20")
-    shutil.move(tmp_path / "moved", tmp_path / "frames")
+    told = refusal(*goes_on)
+    assert told.startswith(f"--buffer-file {tmp_path / 'frames'} of 0.0 GB: ") and "No such file" in told
     evaluated = conftest.evaluation(name, folder / "checkpoint.pt", directory=tmp_path)
     assert len(evaluated["eval_returns"]) == 10
+    result = play(*goes_on[:1], *goes_on[2:], "--buffer-file", tmp_path / "moved")
+    assert result["global_step"] == 40 and (tmp_path / "moved").read_bytes() != content
+
+
+def test_without_a_file_checkpoints_may_become_more_frequent(tmp_path):
+    small = ("--buffer-size", 40, "--batch-size", 4, "--total-timesteps", 30, *NEVER, *conftest.SAVED)
+    play(RAINBOW[0], *small, directory=tmp_path)
+    goes_on = ("--resume", checkpoint(tmp_path).parent, "--total-timesteps", 40, "--checkpoint-every", 5)
+    assert play(RAINBOW[0], *goes_on)["global_step"] == 40
+
+
+def test_what_is_restored_is_not_in_memory_twice():
+    replay, _ = with_priorities(100)
+    saved = replay.saved(50)
+    assert "frames" in saved
+    replay.restore(50, saved)
+    assert {*saved} == {"max_priority"}
