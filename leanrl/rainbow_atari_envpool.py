@@ -251,7 +251,10 @@ def project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
     return projected.scatter_add(1, lower + 1, probs * upper_share)
 
 
-# The replay buffer: the file that may hold its frames, and all else.
+# The replay buffer: what a row has, the file that may hold frames, and all else.
+ACTION, REWARD, TERMINATED, OVER, VALID, OLDER = range(6)
+
+
 def open_frames(file: Path, shape: tuple[int, ...], anew: bool) -> np.memmap:
     """Bytes of this shape that a file holds: a new one, or one that is as a run left it."""
     size = math.prod(shape)
@@ -266,9 +269,6 @@ def open_frames(file: Path, shape: tuple[int, ...], anew: bool) -> np.memmap:
         if anew and not isinstance(error, FileExistsError):
             file.unlink(missing_ok=True)
         sys.exit(f"--buffer-file {file} of {size / 1e9:.1f} GB: {error}")
-
-
-ACTION, REWARD, TERMINATED, OVER, VALID, OLDER = range(6)  # what a row of the replay buffer has
 
 
 class Replay:
@@ -344,7 +344,7 @@ class Replay:
         return self.observations(rows % self.capacity), actions, returns, discounts, self.observations(after)
 
     def move_to(self, step: int, obs: np.ndarray) -> None:
-        """Do what a graph cannot: tell `store` its place, and write the frames to the file, if any."""
+        """Do what a graph cannot: give `store` its place, and write frames to the file, if there is one."""
         self.head.fill_(step % self.num_steps)
         if self.file is not None:
             self.file[step % self.num_steps * self.num_envs :][: self.num_envs] = obs[:, -1]
@@ -380,13 +380,11 @@ class Replay:
         return rows | {"max_priority": self.max_priority}
 
     def restore(self, steps: int, saved: dict[str, Tensor]) -> None:
-        """Go on from a checkpoint after so many steps, as if its last step had only reset the games.
-
-        It takes the rows out of `saved`, or they would stay in memory twice.
-        """
+        """Go on from a checkpoint after so many steps, as if its last step had only reset the games."""
         if (self.file is None) != ("frames" in saved):
             sys.exit("--buffer-file has to stay: a run goes on with one if it began with one")
         used = min(steps, self.num_steps) * self.num_envs
+        # Popped, or they would stay in memory twice.
         self.buffer[:used], self.priorities.view(-1)[:used] = saved.pop("buffer"), saved.pop("priorities")
         self.max_priority.copy_(saved["max_priority"])
         self.group_sums.copy_(self.priorities.sum(1, dtype=torch.float64))
