@@ -16,12 +16,13 @@ Papers: Hessel et al., "Rainbow: Combining Improvements in Deep Reinforcement Le
         --no-distributional  distributions of returns, C51: Bellemare et al., arXiv:1707.06887 (2017);
         --n-step 1         returns of several steps: Sutton, Machine Learning 3 (1988);
         --prioritized-replay-alpha 0  prioritised replay: Schaul et al., arXiv:1511.05952 (2015).
-        Without all of them it is DQN: Mnih et al., Nature 518 (2015), doi:10.1038/nature14236.
+        Without all of them it is DQN with Adam: Mnih et al., Nature 518 (2015), doi:10.1038/nature14236.
 Run:    python rainbow_atari_envpool.py --env-id Breakout-v5
 Twin:   rainbow_atari_envpool_torchcompile.py computes the same, compiled and captured. Read their diff.
 
-Deviations from the paper; the first two are CleanRL's:
+Deviations from the paper; the first three are CleanRL's:
 - learning starts after 80,000 agent steps (paper: 80,000 frames, which are 20,000);
+- priorities are powers of the cross-entropy, not of the KL divergence;
 - weights of a batch are divided by the largest of the batch, not of all transitions;
 - evaluation has no noise on the weights (without --noisy: no random actions);
 - the gradient steps come before the environment step: they see the buffer up to n steps before;
@@ -62,7 +63,7 @@ from tqdm import tqdm
 Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
 # What --resume keeps.
-FIXED = ("env_id", "num_envs", "buffer_size", "buffer_file", "checkpoint_every", "learning_rate")
+FIXED = ("env_id", "num_envs", "buffer_size", "learning_rate")
 
 
 @dataclass(config={"allow_inf_nan": False})  # pydantic checks the types, tyro prints what it says
@@ -89,9 +90,7 @@ class Args:
     num_envs: PositiveInt = 1  # the number of parallel games
     env_threads: NonNegativeInt = 0  # the number of threads that step the environments; 0 lets EnvPool choose
     buffer_size: PositiveInt = 1_000_000  # steps that the replay buffer holds, over all games; 7 KB each
-    buffer_file: str | None = (
-        None  # keep its frames in this new file, of which checkpoints then are no copies
-    )
+    buffer_file: str | None = None  # a new file for its frames, which checkpoints then leave out
     gamma: Fraction = 0.99  # the discount factor
     tau: Fraction = 1.0  # how far the target network moves towards the network at each of its updates
     target_network_frequency: PositiveInt = 8_000  # agent steps between two updates of the target network
@@ -110,18 +109,18 @@ class Args:
     v_min: float = -10.0  # the lowest return of the distributions
     v_max: float = 10.0  # the highest one
     n_step: PositiveInt = 3  # the steps whose rewards are in a target
-    prioritized_replay_alpha: Fraction = 0.5  # the power of losses that priorities are; 0 draws uniformly
+    prioritized_replay_alpha: Fraction = 0.5  # the power of errors that priorities are; 0 draws uniformly
     prioritized_replay_beta: Fraction = 0.4  # how far weights undo priorities, at the beginning; at last 1
-    prioritized_replay_eps: NonNegativeFloat = 1e-6  # what is added to losses
+    prioritized_replay_eps: NonNegativeFloat = 1e-6  # what is added to errors
 
     def __post_init__(self):  # tyro tells what it raises, and exits with status 2
         steps = self.buffer_size // self.num_envs - self.n_step - 3
         if steps * self.num_envs < self.batch_size:
-            raise ValueError(
-                "--buffer-size has to hold a batch, besides --n-step and three steps of all games"
-            )
+            raise ValueError("--buffer-size has to hold a batch beside --n-step and three steps of all games")
         if self.v_min >= self.v_max:
             raise ValueError("--v-min has to be below --v-max")
+        if self.buffer_file:
+            self.buffer_file = str(Path(self.buffer_file).resolve())  # so that it is found from elsewhere
 
 
 # ---- Environment -------------------------------------------------------------------------------------------
@@ -164,7 +163,7 @@ def make_games(args: Args, seeds: list[int], learning: bool = True, stack: int =
 
 # ---- Networks ----------------------------------------------------------------------------------------------
 class NoisyLinear(nn.Linear):
-    """A linear layer whose weights and biases have noise on them in training, drawn anew for each batch.
+    """A linear layer whose weights and biases have noise on them in training, one draw for all of a batch.
 
     The noise is factorised, and initialised, as in section 3 of Fortunato et al. A product with its outer
     product is one with either factor in turn, so that the noisy weights are never there.
@@ -252,45 +251,49 @@ def project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
     return projected.scatter_add(1, lower + 1, probs * upper_share)
 
 
+# The replay buffer: what a row has, the file that may hold frames, and all else.
+ACTION, REWARD, TERMINATED, OVER, VALID, OLDER = range(6)
+
+
 def open_frames(file: Path, shape: tuple[int, ...], anew: bool) -> np.memmap:
     """Bytes of this shape that a file holds: a new one, or one that is as a run left it."""
+    size = math.prod(shape)
     try:
-        with file.open("xb" if anew else "r+b") as opened:
-            os.posix_fallocate(
-                opened.fileno(), 0, math.prod(shape)
-            )  # a disk that is full later would kill it
+        if anew:
+            with file.open("xb") as opened:
+                os.posix_fallocate(opened.fileno(), 0, size)  # or a disk that is full later would kill it
+        elif file.stat().st_size != size:
+            raise OSError(f"it has {file.stat().st_size} bytes, not {size}; --checkpoint-every has to stay")
         return np.memmap(file, np.uint8, "r+", shape=shape)
     except OSError as error:
         if anew and not isinstance(error, FileExistsError):
             file.unlink(missing_ok=True)
-        sys.exit(f"--buffer-file takes a new file for {math.prod(shape) / 1e9:.1f} GB: {error}")
+        sys.exit(f"--buffer-file {file} of {size / 1e9:.1f} GB: {error}")
 
 
 class Replay:
     """The latest steps of all games, each frame kept once, and priorities by which they are drawn.
 
-    A row is a step of a game: `columns`, and the newest of the four frames that its action saw; the next
-    step of this game is `num_envs` rows later. Priorities are those of Schaul et al. to the power alpha. That
-    of a row is 0 if it must not be drawn: its step only goes on after an end, its n steps are not complete,
-    or the oldest of its frames is overwritten.
+    A row is a step of a game, and the newest of the four frames that its action saw; the next step of this
+    game is `num_envs` rows later. Priorities are those of Schaul et al. to the power alpha. That of a row is
+    0 if it must not be drawn: its step only goes on after an end, its n steps are not complete, or the oldest
+    of its frames is overwritten.
     """
-
-    columns = dict.fromkeys(["actions", "rewards", "terminated", "over", "valid", "older_frames"], 1)
 
     def __init__(self, args: Args, device: torch.device):
         self.num_envs, self.n_step, self.gamma = args.num_envs, args.n_step, args.gamma
-        # With a file: more steps, so that those of a checkpoint are all there until the next one. At least
-        # each second step of a game is an agent step.
+        # A checkpoint's frames may not be overwritten before the next one. At least each second step of a
+        # game is an agent step.
         self.spare = 2 * (args.checkpoint_every or 0) // args.num_envs + 4 if args.buffer_file else 0
         self.num_steps = args.buffer_size // args.num_envs + self.spare
         self.capacity = self.num_steps * args.num_envs
         self.file, shape = None, (self.capacity, 84, 84)
         if args.buffer_file:
-            self.file = open_frames(Path(args.buffer_file), shape, anew=args.resume is None)
+            self.file = open_frames(Path(args.buffer_file), shape, anew=not args.resume)
             self.frames = torch.from_numpy(self.file).to(device)  # on a CPU no copy
         else:
             self.frames = torch.zeros(shape, dtype=torch.uint8, device=device)
-        self.buffer = torch.zeros(self.capacity, len(self.columns), device=device)
+        self.buffer = torch.zeros(self.capacity, 6, device=device)
         # A draw goes through the sums of all groups of rows, and then, for each row, through one group.
         self.group_size = math.isqrt(self.capacity // args.batch_size)
         groups = math.ceil(self.capacity / self.group_size)
@@ -316,40 +319,38 @@ class Replay:
         ends = self.group_sums.cumsum(0)
         places = parts * ends[-1]
         groups = torch.searchsorted(ends, places, right=True).clamp(max=len(ends) - 1)
-        places = places - ends[groups] + self.group_sums[groups]  # within the group
-        ends = self.priorities[groups].cumsum(1, dtype=torch.float64)
-        within = torch.searchsorted(ends, places.unsqueeze(1), right=True).clamp(max=self.group_size - 1)
-        rows = groups * self.group_size + within.squeeze(1)
-        chosen = self.priorities.view(-1)[rows]
-        weights = torch.where(chosen > 0, chosen**-beta, 0)
-        return rows, chosen, weights / weights.max().clamp(min=1e-8)
+        place_within = (places - ends[groups] + self.group_sums[groups])[:, None]
+        ends_within = self.priorities[groups].cumsum(1, dtype=torch.float64)
+        within = torch.searchsorted(ends_within, place_within, right=True).clamp(max=self.group_size - 1)
+        rows = groups * self.group_size + within[:, 0]
+        priorities = self.priorities.view(-1)[rows]
+        weights = torch.where(priorities > 0, priorities**-beta, 0)
+        return rows, priorities, weights / weights.max().clamp(min=1e-8)
 
     def observations(self, rows: Tensor) -> Tensor:
         """What rows (n,) saw: their last four frames, or the first of a game again, (n, 4, 84, 84)."""
-        rows = rows.unsqueeze(1)
-        older = split(self.buffer[rows[:, 0]], self.columns)["older_frames"].long()
-        back = torch.arange(3, -1, -1, device=rows.device).minimum(older)
-        frames = (rows - self.num_envs * back) % self.capacity
+        older = self.buffer[rows, OLDER].long()
+        back = torch.arange(3, -1, -1, device=rows.device).minimum(older[:, None])
+        frames = (rows[:, None] - self.num_envs * back) % self.capacity
         return self.frames.index_select(0, frames.flatten()).view(-1, 4, 84, 84)  # faster than an index
 
     def transitions(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Of rows (n,): observations, actions (n,), n-step returns, discounts, observations after them."""
         steps = self.num_envs * torch.arange(self.n_step, device=rows.device)
-        window = self.buffer[(rows.unsqueeze(1) + steps) % self.capacity]
-        outcomes = window[:, :, 1:4]  # rewards, terminated, over
+        window = self.buffer[(rows[:, None] + steps) % self.capacity]
+        outcomes, actions = window[:, :, REWARD:VALID], window[:, 0, ACTION].long()
         returns, discounts, last = n_step_returns(outcomes, torch.full_like(rows, self.n_step), self.gamma)
-        after = (rows + self.num_envs * (last.squeeze(1) + 1)) % self.capacity
-        actions = window[:, 0, 0].long()
+        after = (rows + self.num_envs * (last[:, 0] + 1)) % self.capacity
         return self.observations(rows % self.capacity), actions, returns, discounts, self.observations(after)
 
     def move_to(self, step: int, obs: np.ndarray) -> None:
-        """Have the next step written in its place, and its frames in the file now, if there is one."""
+        """Do what a graph cannot: give `store` its place, and write frames to the file, if there is one."""
         self.head.fill_(step % self.num_steps)
         if self.file is not None:
             self.file[step % self.num_steps * self.num_envs :][: self.num_envs] = obs[:, -1]
 
     def store(self, obs: Tensor, outcomes: Tensor) -> None:
-        """Write a step of all games: obs (num_envs, 4, 84, 84), outcomes (num_envs, columns).
+        """Write a step of all games: obs (num_envs, 4, 84, 84), outcomes (num_envs, 6).
 
         A row whose n steps are complete now has the highest priority so far.
         """
@@ -358,12 +359,12 @@ class Replay:
         self.buffer[rows] = outcomes
         complete = (rows - self.num_envs * self.n_step) % self.capacity
         retired = (rows + self.num_envs * (self.spare + 3)) % self.capacity
-        new = split(self.buffer[complete], self.columns)["valid"].squeeze(1) * self.max_priority
+        new = self.buffer[complete, VALID] * self.max_priority
         self.set_priorities(torch.cat([complete, retired]), torch.cat([new, torch.zeros_like(new)]))
 
-    def learnt(self, rows: Tensor, chosen: Tensor, new: Tensor) -> None:
+    def reprioritise(self, rows: Tensor, old: Tensor, new: Tensor) -> None:
         """Give rows that were drawn new priorities, but for those that must not be drawn."""
-        new = torch.where(chosen > 0, new, 0)
+        new = torch.where(old > 0, new, 0)
         self.max_priority.copy_(self.max_priority.maximum(new.max()))
         self.set_priorities(rows, new)
 
@@ -380,21 +381,19 @@ class Replay:
 
     def restore(self, steps: int, saved: dict[str, Tensor]) -> None:
         """Go on from a checkpoint after so many steps, as if its last step had only reset the games."""
+        if (self.file is None) != ("frames" in saved):
+            sys.exit("--buffer-file has to stay: a run goes on with one if it began with one")
         used = min(steps, self.num_steps) * self.num_envs
-        self.buffer[:used], self.priorities.view(-1)[:used] = saved["buffer"], saved["priorities"]
+        # Popped, or they would stay in memory twice.
+        self.buffer[:used], self.priorities.view(-1)[:used] = saved.pop("buffer"), saved.pop("priorities")
         self.max_priority.copy_(saved["max_priority"])
         self.group_sums.copy_(self.priorities.sum(1, dtype=torch.float64))
         if self.file is None:
-            self.frames[:used] = saved["frames"]
+            self.frames[:used] = saved.pop("frames")
         # No return goes on into the games that begin now.
-        of_games = split(self.buffer.view(self.num_steps, self.num_envs, -1), self.columns)
-        of_games["over"][(steps - 2) % self.num_steps] = 1
-        of_games["valid"][(steps - 1) % self.num_steps] = 0
-
-
-def split(rows: Tensor, columns: dict[str, int]) -> dict[str, Tensor]:
-    """Views of rows (..., all widths), one of each column by its name: (..., its width)."""
-    return dict(zip(columns, rows.split([*columns.values()], dim=-1), strict=True))
+        of_games = self.buffer.view(self.num_steps, self.num_envs, -1)
+        of_games[(steps - 2) % self.num_steps, :, OVER] = 1
+        of_games[(steps - 1) % self.num_steps, :, VALID] = 0
 
 
 # ---- Run ---------------------------------------------------------------------------------------------------
@@ -505,7 +504,7 @@ if __name__ == "__main__":
 
     def update_network() -> None:
         """One gradient step on a new batch, whose rows get new priorities."""
-        rows, chosen, weights = replay.draw(args.batch_size, beta)
+        rows, priorities, weights = replay.draw(args.batch_size, beta)
         obs, actions, returns, discounts, next_obs = replay.transitions(rows)
         each = torch.arange(args.batch_size, device=device)
         with torch.no_grad():
@@ -519,16 +518,17 @@ if __name__ == "__main__":
                 target = returns + discounts * next_logits
         logits = q_network(obs)[each, actions]
         if args.distributional:
-            errors = F.cross_entropy(logits, target, reduction="none")
+            errors = surprises = F.cross_entropy(logits, target, reduction="none")
         else:
             errors = F.huber_loss(logits, target, reduction="none").squeeze(1)  # Mnih et al.
+            surprises = (logits - target).abs().squeeze(1)  # Schaul et al., section 3.3
         loss = (weights * errors).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         with torch.no_grad():
-            losses_of_rows = errors + args.prioritized_replay_eps
-            replay.learnt(rows, chosen, losses_of_rows**args.prioritized_replay_alpha)
+            surprises = surprises + args.prioritized_replay_eps
+            replay.reprioritise(rows, priorities, surprises**args.prioritized_replay_alpha)
         record(td_loss=loss, q_values=values_of(logits).mean())
 
     def update_target() -> None:
@@ -609,15 +609,15 @@ if __name__ == "__main__":
                 updates, updates_due = updates + 1, updates_due - args.train_frequency
                 update(updates * args.train_frequency % args.target_network_frequency < args.train_frequency)
 
-            valid, began, previous_step = ~envs.ended, infos["over"], global_step  # else a step only goes on
+            previous_step = global_step
+            began = infos["over"]
             next_obs, rewards, terminated, truncated, infos = envs.step(actions.astype(np.int32))
-            global_step += int(np.count_nonzero(valid))
+            global_step += int(np.count_nonzero(~envs.first))  # without steps that only went on
             updates_due += max(0, global_step - max(previous_step, args.learning_starts))
             for index in np.flatnonzero(infos["over"]):
                 log_episode(index)
 
-            over = terminated | truncated
-            outcomes = [actions, rewards, terminated, over, valid, older_frames]
+            outcomes = [actions, rewards, terminated, envs.ended, ~envs.first, older_frames]
             outcomes = torch.from_numpy(np.stack(outcomes, axis=1, dtype=np.float32))
             replay.move_to(stored, obs)
             replay.store(seen, outcomes.to(device, non_blocking=True))

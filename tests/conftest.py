@@ -23,6 +23,7 @@ import torch._inductor.config
 from envs import ScriptedGames
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.tensorboard import SummaryWriter
 
 from benchmark.collection import COLLECTION, Algorithm
@@ -111,6 +112,7 @@ INNER = """args summary device folder START_TIME global_step updates returns upd
     envs obs_moments return_moments act policy best_actions sample prepare update kinds
     state losses deviations replay priorities beta buffer size columns rollout rollout_obs batch batch_columns
     memory first_memory"""
+# And of Rainbow tests/test_replay.py sees what `Replay` has, NoisyLinear.sigma, and the layers of QNetwork.
 
 
 def alone(name: str, args: tuple) -> tuple:
@@ -372,6 +374,42 @@ def recalled(agent: nn.Module, obs: Tensor, valid: Tensor) -> list[Tensor]:
     keep = torch.cat([torch.zeros(1, valid.shape[1]), valid[:-1].float()])[..., None]
     *outputs, _ = agent(obs, keep, empty_memory(agent, valid.shape[1]))
     return outputs
+
+
+class Turns(TorchFunctionMode):
+    """Notes, for each batch that is fetched, whether a target moves before the next one.
+
+    mark: a method that is called once for each. Also what random numbers are compared with, to act at random.
+    """
+
+    tau = 0.123
+
+    def __init__(self, mark: Callable = Tensor.index_select):
+        super().__init__()
+        self.mark = mark
+        self.noted: list[bool] = []
+        self.shares: list[Tensor] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is self.mark:
+            self.noted.append(False)
+        elif function is Tensor.lerp_ and args[2] == self.tau:
+            self.noted[-1] = True
+        elif function in (Tensor.lt, Tensor.__lt__):
+            self.shares.append(torch.as_tensor(args[1]).clone())
+        return function(*args, **kwargs or {})
+
+
+ATOMS = torch.arange(15) / 2 - 4
+
+
+def shared_out(probs: Tensor, landed: Tensor) -> Tensor:
+    """Probabilities of ATOMS, of what landed between or beyond them: Bellemare et al., equation 7."""
+    targets = torch.zeros_like(probs)
+    for row, (row_probs, places) in enumerate(zip(probs, landed.clip(-4, 3), strict=True)):
+        for prob, place in zip(row_probs, places, strict=True):
+            targets[row] += prob * (1 - (place - ATOMS).abs() / 0.5).clip(0, 1)
+    return targets
 
 
 def begin_anew(result: dict, noise: float) -> None:

@@ -12,11 +12,10 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import ACTOR_CRITIC, DQN, EACH_STEP, TWINS, instances, load, rates, run, takes
+from conftest import ACTOR_CRITIC, ATOMS, DQN, EACH_STEP, TWINS, Turns, instances, load, rates, run, takes
 from envs import scripted_rows
 from torch import Tensor, nn
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
-from torch.overrides import TorchFunctionMode
 
 actor_critic = pytest.mark.parametrize("name", ACTOR_CRITIC)
 discrete = pytest.mark.parametrize("name", DQN)
@@ -194,29 +193,6 @@ def test_targets_begin_as_their_networks_and_alpha_where_it_should(name):
 
 
 # ---- How many gradient steps -------------------------------------------------------------------------------
-class Turns(TorchFunctionMode):
-    """Notes, for each batch that is fetched, whether a target moves before the next one.
-
-    Also what random numbers are compared with, to act at random.
-    """
-
-    tau = 0.123
-
-    def __init__(self):
-        super().__init__()
-        self.noted: list[bool] = []
-        self.shares: list[Tensor] = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is Tensor.index_select:
-            self.noted.append(False)
-        elif function is Tensor.lerp_ and args[2] == self.tau:
-            self.noted[-1] = True
-        elif function in (Tensor.lt, Tensor.__lt__):
-            self.shares.append(torch.as_tensor(args[1]).clone())
-        return function(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize(("name", "num_envs", "often", "updates"), OFTEN)
 def test_gradient_steps_of_actors_and_critics_have_their_turns(name, num_envs, often, updates):
     options = ("--num-updates" if name in FAST else "--updates-per-step", often)
@@ -287,19 +263,6 @@ def known(name: str, *options) -> dict:
 # What an optimizer moves.
 LEARN = {"actor_optimizer": ["actor"], "q_optimizer": ["qf1", "qf2"], "alpha_optimizer": ["log_alpha"]}
 LEARN |= {"optimizer": ["q_network"]}
-
-
-ATOMS = torch.arange(15) / 2 - 4
-
-
-def shared_out(probs: Tensor, landed: Tensor) -> Tensor:
-    """Probabilities of places, (batch, 15) each, as those of ATOMS; what is beyond them is at the last."""
-    targets = torch.zeros_like(probs)
-    for row, places in enumerate((landed.clip(-4, 3) + 4) * 2):
-        for place, prob in zip(places, probs[row], strict=True):
-            for atom in range(15):
-                targets[row, atom] += prob * max(0, 1 - abs(place - atom))
-    return targets
 
 
 class ByHand:
@@ -403,7 +366,7 @@ class ByHand:
         landed = scores + factors * ATOMS
         pairs = zip(landed.clip(-4, 3), *probs, strict=True)
         lower = [min(one, other, key=places.dot) for places, one, other in pairs]
-        targets = shared_out(torch.stack(lower), landed)
+        targets = conftest.shared_out(torch.stack(lower), landed)
         self.distributions(obs, actions, {"qf1": targets, "qf2": targets})
         if with_actor:
             actions = self.nets["actor"](obs)
@@ -418,7 +381,8 @@ class ByHand:
         alpha = self.losses["alpha"] = log_alpha.exp().detach()
         landed = scores + factors * (ATOMS - alpha * next_log_prob[:, None])
         probs = {key: self.nets[f"{key}_target"](next_obs, next_actions).softmax(1) for key in ("qf1", "qf2")}
-        self.distributions(obs, actions, {key: shared_out(each, landed) for key, each in probs.items()})
+        targets = {key: conftest.shared_out(each, landed) for key, each in probs.items()}
+        self.distributions(obs, actions, targets)
         if args.autotune:
             entropy = -args.target_entropy_ratio * ACTION_DIM
             self.losses["alpha_loss"] = -(log_alpha.exp() * (next_log_prob + entropy)).mean()
