@@ -57,11 +57,9 @@ def of_one_machine(lines: list[dict], brief: bool = False) -> str:
     several = len(groups) > len(by(timed(lines), "algorithm"))
     on_gpu = any(line.get("gpu_busy_seconds") for line in lines)
     for (algorithm, env_id, steps), group in groups.items():
-        modes = by_mode(group)
+        modes, task = by_mode(group), f"{algorithm}{f', {env_id}, {steps:,} steps' if several else ''}: "
         for mode, runs in modes.items():
-            name = f"{algorithm}{f', {env_id}, {steps:,} steps' if several else ''}: {name_of(mode, runs)}"
-            # So long a name stands once.
-            name = f"…{name_of(mode, runs)}" if several and mode != next(iter(modes)) else name
+            name = (task if mode == next(iter(modes)) else "…") + name_of(mode, runs)  # a task stands once
             cells = [speeds(runs), ratio(runs, modes.get("eager"))]
             cells.append("" if brief else ratio(runs, modes.get("sbx")))
             for cold in (True, False):
