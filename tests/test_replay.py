@@ -339,7 +339,7 @@ with patch("envpool.make", ScriptedGames), patch.object(ScriptedGames, "step", s
 """
 
 
-@each
+@pytest.mark.parametrize("name", RAINBOW[1:])  # the twin also has a warm-up
 def test_after_kill_9_a_run_goes_on_with_the_same_numbers_wherever_it_was(name, tmp_path):
     """Killed soon after a checkpoint, and when it has written over many of the frames before it."""
     args = ("--buffer-file", "frames", "--buffer-size", 80, "--checkpoint-every", 120, "--num-envs", 2)

@@ -128,7 +128,7 @@ REACHER, TWENTY = ("--env-id", "Reacher-v4"), ("--learning-starts", 64, "--total
 # Two rollouts, in both of which an episode ends: Reacher cuts them after 50 steps.
 EPOCHS = ("--num-minibatches", 2, "--update-epochs", 2, "--num-steps")
 # The replay buffer is written over.
-GAMES = ("--batch-size", 8, "--buffer-size", 64, "--learning-starts", 64, "--total-timesteps", 85)
+GAMES = ("--batch-size", 4, "--buffer-size", 64, "--learning-starts", 64, "--total-timesteps", 85)
 # What every script is run with, by whether it is on-policy and its actions.
 ARGS = {
     (False, "continuous"): (*REACHER, *TWENTY, "--num-envs", 4),
