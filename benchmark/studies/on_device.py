@@ -75,10 +75,11 @@ def plot(lines: list[dict], curves: list[dict]):
         points = {num_envs: speed(runs) for (num_envs,), runs in by(group, "num_envs").items()}
         axis.plot(points.keys(), points.values(), "o-", label=LABELS[mode].replace("`", ""))
     axis.set(xscale="log", yscale="log", xlabel="environments", ylabel="agent steps per second")
+    axis.set_ylim(bottom=1000)  # for the legend
     axis.set_xticks([*SIZES], [f"{num_envs:,}" for num_envs in SIZES])
     axis.minorticks_off()
     axis.yaxis.set_major_formatter("{x:,.0f}")
-    axis.legend(frameon=False)
+    axis.legend(frameon=False, loc="lower right")
     return figure
 
 
