@@ -339,9 +339,9 @@ if __name__ == "__main__":
     qf1_target, qf2_target = copy.deepcopy((qf1, qf2))
     log_alpha = nn.Parameter(torch.tensor(args.alpha, device=device).log())
     adamw = partial(optim.AdamW, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
-    actor_optimizer = adamw(actor.parameters(), lr=args.actor_learning_rate)
-    q_optimizer = adamw([*qf1.parameters(), *qf2.parameters()], lr=args.critic_learning_rate)
-    alpha_optimizer = adamw([log_alpha], lr=args.alpha_learning_rate, weight_decay=0.01)  # as the authors
+    actor_optimizer = adamw(actor.parameters(), args.actor_learning_rate)
+    q_optimizer = adamw([*qf1.parameters(), *qf2.parameters()], args.critic_learning_rate)
+    alpha_optimizer = adamw([log_alpha], args.alpha_learning_rate, weight_decay=0.01)  # as the authors
     obs_normalizer = EmpiricalNormalization(obs_dim, device)
     # What checkpoints hold beside the replay buffer: add modules and optimizers of your own.
     state = {"actor": actor, "qf1": qf1, "qf2": qf2, "qf1_target": qf1_target, "qf2_target": qf2_target}
