@@ -5,9 +5,8 @@
 
 A table stands between `<!-- table: KIND FILE -->` and `<!-- end -->`; KIND is a key of TABLES or the name of
 a study, FILE a file in benchmark/results/. Nothing between the two is written by hand, and nothing stands
-there as long as there is no such file. What the table `versions` of a page has, other lines of the page leave
-out. A study is a file of benchmark/studies/ with a function `check(line)`
-and, for its table, `table(lines)` or, for plots/FILE-STUDY.png, `plot(lines, curves)`.
+there as long as there is no such file. The versions of USUAL stand in docs/README.md alone. A study is a file
+of benchmark/studies/ with a function `check(line)` and, for its table, `table(lines)` or, for plots/FILE-STUDY.png, `plot(lines, curves)`.
 """
 
 import re
@@ -24,6 +23,7 @@ from benchmark.studies import environments
 from benchmark.tables import machines, packages, timed
 from benchmark.terminal import refuse
 
+USUAL = "cpu.jsonl"
 SHOWN = re.compile(r"\((?:docs/)?plots/((\w+)-([\w-]+)\.png)\)")
 MARKED = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -74,9 +74,7 @@ def render(text: str) -> str:
         shown = made if kind == "versions" else without(made, usual)
         return f"{match[1]}\n{shown}\n\n{match[4]}" if made else f"{match[1]}{match[4]}"
 
-    usual: set[str] = set()
-    for _, kind, file, _ in MARKED.findall(text):
-        usual |= set(packages(records.read(RESULTS / file)).split(", ")) if kind == "versions" else set()
+    usual = set(packages(records.read(RESULTS / USUAL)).split(", ")) if (RESULTS / USUAL).exists() else set()
     return MARKED.sub(table, text)
 
 
