@@ -44,7 +44,8 @@ ARGS |= dict.fromkeys(ATARI, (*ROLLOUTS, "--num-envs", 2, "--num-steps", 8))
 ARGS |= {name: (*ARGS[name], "--num-minibatches", 1) for name in MEMORY if name not in ATARI}
 ARGS |= {name: ("--learning-starts", 50, "--batch-size", 16) for name in OFF_POLICY}
 ARGS |= {name: (*ARGS[name], *EACH_STEP) for name in (*DQN, *RAINBOW)}
-ARGS |= {name: (*ARGS[name], "--buffer-size", 100, "--batch-size", 4) for name in RAINBOW}
+SLOW = ("--train-frequency", 2, "--target-network-frequency", 4)  # steps of convolutions
+ARGS |= {name: (*ARGS[name], *SLOW, "--buffer-size", 100, "--batch-size", 4) for name in RAINBOW}
 CUDA = torch.device("cuda")
 # Of a build for CUDA, Dynamo (2.14) asks the driver.
 NO_DRIVER = torch.version.cuda is not None and not torch.cuda.is_available()

@@ -33,7 +33,8 @@ LEARN = {
 }
 # Of a script with a memory a minibatch is whole environments.
 WHOLE = ("--num-envs", 32, "--num-steps", 8, "--num-minibatches", 4, "--update-epochs", 5)
-BALANCE = [name for name in NOT_ATARI if name not in MEMORY]  # with a memory they learn a cue instead
+# One of what is alike; with a memory they learn a cue instead.
+BALANCE = ("sac_continuous_action", "fast_sac", "ppo_continuous_action", "ppo", "pqn")
 # Compiled, by its command line: every twin computes what its eager script does (tests/test_twins.py).
 COMPILED = "dqn_torchcompile"
 # Values near those that there are.
@@ -118,18 +119,14 @@ def test_a_cue_of_the_first_step_is_remembered(name):
     assert min(result["summary"]["eval_returns"]) > 9
 
 
-PLAIN = ("--no-double", "--no-dueling", "--no-noisy", "--no-distributional", "--n-step", 1)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [(), (*PLAIN, "--prioritized-replay-alpha", 0)], ids=["all", "none"])
-def test_rainbow_learns_what_a_frame_asks_for(parts):
-    """At random a game earns 3.3, at best 10. The error of Q-learning may rise as its values do."""
-    options = ("--num-envs", 4, "--buffer-size", 2000, "--learning-starts", 200, "--batch-size", 16, *parts)
+def test_rainbow_learns_what_a_frame_asks_for():
+    """At random a game earns 3.3, at best 10."""
+    options = ("--num-envs", 4, "--buffer-size", 2000, "--learning-starts", 200, "--batch-size", 16)
     options += ("--total-timesteps", 1600, "--learning-rate", 3e-4, "--target-network-frequency", 100)
     with patch("envpool.make", LitGames):
         result = run(RAINBOW[0], *options, "--gamma", 0.5, "--eval-every", 10**6)
     assert result["summary"]["episodic_return_10"] > 7
     assert np.mean(result["summary"]["eval_returns"]) > 9
     losses = [value for _, value in result["logged"]["losses/td_loss"]]
-    assert parts or np.mean(losses[-3:]) < np.mean(losses[:3])
+    assert np.mean(losses[-3:]) < np.mean(losses[:3])

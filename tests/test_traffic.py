@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import ACTOR_CRITIC, DQN, MEMORY, OFF_POLICY, RAINBOW, SAVED, SCRIPTS, TWINS, checkpoint, play
+from conftest import ACTOR_CRITIC, DQN, MEMORY, OFF_POLICY, RAINBOW, SAVED, TWINS, checkpoint, play
 from traffic import TrafficError, counted_traffic
 
 # A gradient step after each of 22 steps, without a log entry; or four rollouts of eight, with four of them.
@@ -18,11 +18,12 @@ STEADY = {"off-policy": slice(24, 40), "on-policy": slice(8, 24)}
 # Twins that act in NumPy, and with so many environments in PyTorch.
 IN_NUMPY = ("ppo_torchcompile", "ppo_continuous_action_torchcompile", "pqn_torchcompile")
 MANY = [f"{name} --num-envs {65 if 'pqn' in name else 257}" for name in IN_NUMPY]
+EAGER = ("sac_continuous_action", "dqn", "ppo_continuous_action_lstm", "ppo_atari_envpool")  # of each kind
 EVENTS = ("to the device", "to the host", "wait", "operation")
 OVERLAPPED = [name for name in ACTOR_CRITIC if name in TWINS]
 
 
-@pytest.mark.parametrize("command", [*SCRIPTS, *TWINS, *MANY])
+@pytest.mark.parametrize("command", [*EAGER, *TWINS, *MANY])
 def test_steps_are_alike_and_wait_for_their_actions_alone(command, tmp_path):
     """In a run that saves and evaluates, too; what a rollout ends with is alike as well."""
     name, *options = command.split()

@@ -149,6 +149,10 @@ OFTEN = ("--no-autotune", "--policy-frequency", 3, "--target-network-frequency",
 TRACED = [("sac_continuous_action", OFTEN), ("dqn", ("--double", "--num-envs", 1))]
 TRACED += [("ppo", ("--env-id", "envs:Codes-v0", "--total-timesteps", 512))]
 TRACED += [("ppo_continuous_action", (), "nn.Tanh(),", "nn.ReLU(),")]
+# Inductor takes up to a minute with empty caches, so it compiles one of what is alike. tests/test_capture.py
+# compiles the others without it, and benchmark's profiles each with it.
+LIKE_ANOTHER = ("td3_continuous_action", "fast_sac", "ppo", "ppo_lstm", "ppo_atari_lstm_envpool")
+LIKE_ANOTHER += ("pqn_atari_envpool",)
 
 
 def train(case: tuple, twin: str = "", *flags) -> dict:
@@ -190,8 +194,9 @@ def title(case: tuple) -> str:
 @pytest.mark.parametrize("case", [*CASES, *TRACED], ids=title)
 def test_eager_twin_and_compiled_twin_compute_the_same(case):
     results = [train(case), train(case, "_torchcompile")]
-    with without_inductor() if case in TRACED else nullcontext():
-        results.append(train_compiled(case))
+    if case in TRACED or case[0] not in LIKE_ANOTHER:
+        with without_inductor() if case in TRACED else nullcontext():
+            results.append(train_compiled(case))
     on_policy = case[0] in ON_POLICY
     assert results[0]["updates"] == (8 if on_policy else 20)
     assert not on_policy or results[0]["returns"]
