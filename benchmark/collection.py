@@ -61,6 +61,8 @@ class Algorithm:
     """environments of the profile learning besides those of its kind"""
     seeds: tuple[int, ...] = (1, 2, 3)
     """seeds of the profile learning"""
+    short: tuple[tuple[str, str], ...] = ()
+    """further arguments of the profiles quick and speed, CleanRL's as well"""
     checks: tuple[Check, ...] = ()
     """runs of the profile check"""
     cleanrl: str | None = None
@@ -258,6 +260,7 @@ COLLECTION = {
     "rainbow_atari_envpool": Algorithm(
         title="Rainbow for Atari",
         **ATARI | {"num_envs": 1, "quick": 3000, "speed": 6000},
+        short=(("buffer-size", "100000"),),  # the default's million takes 7 GB, and CleanRL's 56
         losses=OF_Q,
         learning_starts=80_000,
         cleanrl="rainbow_atari",

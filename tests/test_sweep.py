@@ -314,6 +314,8 @@ def test_peers_have_their_own_scripts_flags_interpreters_and_threads(tmp_path):
     assert ("ppo_atari_envpool", "leanrl") not in found  # its Atari script needs gym
     clone = f"--cleanrl={tmp_path}"  # for what CleanRL's package does not have
     assert clone in found["pqn", "cleanrl"] and clone not in found["ppo", "cleanrl"]
+    for mode in ("cleanrl", "eager"):  # or it would need 56 GB
+        assert "--buffer-size=100000" in found["rainbow_atari_envpool", mode]
     # PyTorch takes all cores, unless it is told what our scripts tell it.
     ours = {name for name in COLLECTION if "set_num_threads(1)" in (LEANRL / f"{name}.py").read_text()}
     for (script, mode), command in found.items():

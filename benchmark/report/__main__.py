@@ -33,7 +33,7 @@ TABLES = {
     "speed": speed.speed_table,
     "rates": speed.rates_table,
     "algorithms": lambda lines: speed.algorithms_table([*lines, *environments.published_runs(64)]),
-    "one_row": speed.algorithms_table,
+    "libraries": speed.algorithms_table,
     "beside_original": speed.beside_original_table,
     "check": speed.check_table,
     "returns": learning.returns_table,

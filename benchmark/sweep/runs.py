@@ -78,7 +78,7 @@ class Args:
     leanrl: Path | None = None
     """a clone of the original LeanRL, which runs with .venv-leanrl/bin/python (./run.sh peers makes it)"""
     cleanrl: Path | None = None
-    """a clone of CleanRL, for the scripts that its package does not have: PQN's, and PPO with an
+    """a clone of CleanRL, for the scripts that its package does not have: PQN's, Rainbow's, and PPO with an
     LSTM for Atari"""
     folder: Path | None = None
     """the sweep's folder, by default sweeps/<profile>-<commit>, with --options and --ranks where given"""
@@ -255,7 +255,9 @@ def tasks(args: Args, algorithm: Algorithm) -> list[tuple[str, int, tuple[tuple[
     env_ids = getattr(args, OF_ACTIONS[kind])
     if env_ids is None:
         env_ids = algorithm.env_ids if learning else (algorithm.env_id,)
-    return [(env_id, steps, tuple(further_options(args).items())) for env_id in env_ids]
+    short = algorithm.short if args.profile in ("quick", "speed") else ()
+    options = tuple((dict(short) | further_options(args)).items())
+    return [(env_id, steps, options) for env_id in env_ids]
 
 
 def select(args: Args, gpus: list[str]) -> list[Run]:
