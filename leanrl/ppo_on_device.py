@@ -397,11 +397,13 @@ if __name__ == "__main__":
         losses.update({name: value.detach() for name, value in values.items()})
 
     def log_losses() -> None:
-        """Write the latest losses; one that is not finite ends the run."""
+        """Write the latest losses; one that is not finite, or an observation to act on, ends the run."""
         for name, loss in zip(losses, torch.stack([*losses.values()]).tolist(), strict=True):  # sync
             writer.add_scalar(f"losses/{name}", loss, global_step)
             if not math.isfinite(loss):
                 sys.exit(f"{name} is {loss} at step {global_step}")
+        if not carried.obs.isfinite().all():  # sync
+            sys.exit(f"an observation is not finite at step {global_step}")
 
     def log_episodes() -> None:
         """Log means of the episodes that have ended since the last time."""

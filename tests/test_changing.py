@@ -1,7 +1,9 @@
 """The examples of docs/changing.md: each diff fits both files, and the changed files compute the same."""
 
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import islice
 from unittest.mock import patch
 
@@ -174,3 +176,73 @@ def test_a_simulator_that_cannot_be_compiled_is_trained_by_the_twin_and_begins_a
         name, "--resume", next(tmp_path.glob("runs/*")), "--total-timesteps", 120, directory=tmp_path
     )
     assert not named(resumed["rollout"], resumed["columns"])["obs"][0, :, 0].any()  # episodes' first steps
+
+
+def many_agents() -> AbstractContextManager:
+    """Have `run` take the twin with docs/examples/many_agents.diff."""
+    hunks = re.split(r"(?m)^@@.*\n", (ROOT / "docs" / "examples" / "many_agents.diff").read_text())[1:]
+    passages = [
+        "\n".join(line[1:] for line in hunk.splitlines() if line[:1] in kinds)
+        for hunk in hunks
+        for kinds in (" -", " +")
+    ]
+    return changed("ppo_on_device_torchcompile", *passages)
+
+
+def draws_of(*seeds: int) -> AbstractContextManager:
+    """Let each agent draw noise and resets by a generator of its own; another draws the order of rows."""
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    for_order, shuffle = torch.Generator().manual_seed(0), torch.randperm
+
+    def drawn(draw: Callable, like: torch.Tensor) -> torch.Tensor:
+        size = (like.numel() // like.shape[-1] // len(seeds), like.shape[-1])
+        return torch.stack([draw(*size, generator=each) for each in generators], dim=1).view_as(like)
+
+    functions = {"rand_like": partial(drawn, torch.rand), "randn_like": partial(drawn, torch.randn)}
+    functions["randperm"] = lambda n, device: shuffle(n, generator=for_order)
+    return patch.multiple(torch, **functions)
+
+
+def test_many_agents_each_compute_what_one_alone_would():
+    """Across ends of episodes; the gradient of each is clipped by its own norm."""
+    twin, seeds = "ppo_on_device_torchcompile", (5, 6, 7)
+    sizes = ("--num-steps", 128, "--num-minibatches", 2, "--max-grad-norm", 0.1, "--ent-coef", 0.1)
+
+    def of_agents(number: int) -> tuple:
+        return (
+            *sizes,
+            "--num-envs",
+            4 * number,
+            "--total-timesteps",
+            1024 * number,
+            "--log-every",
+            512 * number,
+        )
+
+    together = (*of_agents(3), "--seed", 5, "--num-agents", 3)
+    with many_agents():
+        with draws_of(*seeds):
+            result = run(twin, *together)
+        plain = run(twin, *together, "--eval-every", 3072, "--eval-episodes", 6)
+        with captured_on_cpu():
+            captured = run(twin, *together, "--cudagraphs", cuda=True)
+        assert_same_numbers(plain, captured, rtol=0, atol=0)
+        assert_same_numbers(plain, run(twin, *together, "--compile"), share=1e-3)
+    assert len(plain["eval_returns"]) == 6
+    for place, seed in enumerate(seeds):
+        with draws_of(seed):
+            alone = run(twin, *of_agents(1), "--seed", seed)
+        states = [each["state"]["agent"] for each in (result, alone)]
+        weights = [state.state_dict() for state in (states[0][place], states[1])]
+        torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(
+            result["state"]["obs_moments"].mean[place], alone["state"]["obs_moments"].mean
+        )
+        expected = [
+            (3 * step, pytest.approx(value)) for step, value in alone["logged"]["charts/episodic_return"]
+        ]
+        assert result["logged"][f"charts/episodic_return_{seed}"] == expected
+    for name in weights[0]:
+        assert name == "actor_logstd" or not torch.equal(states[0][0].state_dict()[name], weights[0][name]), (
+            name
+        )

@@ -55,6 +55,19 @@ class Scripted(nn.Module):
         return self.seen(self.steps), steps * 10 + actions[:, 0], terminated, truncated, self.seen(steps)
 
 
+class Broken(Scripted):
+    """The same, but an episode that begins in step 8, the last of a rollout, begins with NaN."""
+
+    def __init__(self, num_envs: int, device: torch.device):
+        super().__init__(num_envs, device)
+        self.taken = nn.Buffer(torch.zeros(1, device=device))
+
+    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        obs, rewards, terminated, truncated, final_obs = super().step(actions)
+        begins = (self.taken.add_(1) == 8) & (terminated | truncated)
+        return obs.masked_fill(begins[:, None], math.nan), rewards, terminated, truncated, final_obs
+
+
 class Simulator:
     """The same, as one that cannot be compiled and whose state is in no checkpoint."""
 
@@ -216,6 +229,13 @@ def test_gradient_steps_are_so_many_at_a_falling_rate_and_a_loss_has_to_be_finit
     assert steps == (24, 48, 72, 96) and rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
     assert conftest.rate_of(result["state"]["optimizer"]) == pytest.approx(0.0025)
     assert " at step " in refusal(name, run, *args, "--learning-rate", 1e38)
+
+
+@pytest.mark.parametrize("name", PAIR)
+def test_an_observation_that_no_loss_has_seen_has_to_be_finite_before_it_is_saved(name, refusal, tmp_path):
+    args = (*SIZES, "--env-id", "test_on_device:Broken", *SAVED, "--total-timesteps", 24)
+    assert "observation is not finite at step 24" in refusal(name, run, *args, directory=tmp_path)
+    assert not [*tmp_path.glob("runs/*/checkpoint.pt")]
 
 
 @pytest.mark.parametrize("name", PAIR)
