@@ -209,15 +209,8 @@ def test_many_agents_each_compute_what_one_alone_would():
     sizes = ("--num-steps", 128, "--num-minibatches", 2, "--max-grad-norm", 0.1, "--ent-coef", 0.1)
 
     def of_agents(number: int) -> tuple:
-        return (
-            *sizes,
-            "--num-envs",
-            4 * number,
-            "--total-timesteps",
-            1024 * number,
-            "--log-every",
-            512 * number,
-        )
+        of_all = ("--num-envs", 4 * number, "--total-timesteps", 1024 * number, "--log-every", 512 * number)
+        return *sizes, *of_all
 
     together = (*of_agents(3), "--seed", 5, "--num-agents", 3)
     with many_agents():
@@ -235,14 +228,10 @@ def test_many_agents_each_compute_what_one_alone_would():
         states = [each["state"]["agent"] for each in (result, alone)]
         weights = [state.state_dict() for state in (states[0][place], states[1])]
         torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-5)
-        torch.testing.assert_close(
-            result["state"]["obs_moments"].mean[place], alone["state"]["obs_moments"].mean
-        )
-        expected = [
-            (3 * step, pytest.approx(value)) for step, value in alone["logged"]["charts/episodic_return"]
-        ]
+        means = [each["state"]["obs_moments"].mean for each in (result, alone)]
+        torch.testing.assert_close(means[0][place], means[1])
+        returns = alone["logged"]["charts/episodic_return"]
+        expected = [(3 * step, pytest.approx(value)) for step, value in returns]
         assert result["logged"][f"charts/episodic_return_{seed}"] == expected
-    for name in weights[0]:
-        assert name == "actor_logstd" or not torch.equal(states[0][0].state_dict()[name], weights[0][name]), (
-            name
-        )
+    first = states[0][0].state_dict()
+    assert not any(torch.equal(first[name], weights[0][name]) for name in first if name != "actor_logstd")
