@@ -55,7 +55,7 @@ is_installed() {
 }
 
 install_anew() {
-  echo "Installing into $venv (once) ..." >&2
+  echo "Installing into $venv (once; some minutes, 3 GB) ..." >&2
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # none, or a call before was stopped early
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
       die "needs Python 3.11 or newer, and $python is not: set PYTHON"

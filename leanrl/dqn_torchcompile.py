@@ -195,11 +195,11 @@ class Flat(nn.Module):
 
 
 class Adam(nn.Module):
-    """`torch.optim.AdamW` of one tensor (arXiv:1711.05101), Adam without decay, with the gradient clipped."""
+    """`torch.optim.Adam` of one tensor (arXiv:1412.6980), with the gradient clipped."""
 
-    def __init__(self, params: Tensor, lr: float | Tensor, eps=1e-8, max_norm=math.inf, decay=0.0):
+    def __init__(self, params: Tensor, lr: float | Tensor, eps=1e-8, max_norm=math.inf):
         super().__init__()
-        self.params, self.lr, self.eps, self.max_norm, self.decay = [params], lr, eps, max_norm, decay
+        self.params, self.lr, self.eps, self.max_norm = [params], lr, eps, max_norm
         self.register_buffer("exp_avg", torch.zeros_like(params))
         self.register_buffer("exp_avg_sq", torch.zeros_like(params))
         self.register_buffer("step", torch.zeros((), device=params.device))
@@ -218,8 +218,6 @@ class Adam(nn.Module):
             exp_avg = self.exp_avg.lerp_(grad, 1 - beta1)
             exp_avg_sq = self.exp_avg_sq.lerp_(grad * grad, 1 - beta2)
             denominator = exp_avg_sq.sqrt() / correction + self.eps
-            if self.decay:
-                self.params[0].mul_(1 - self.lr * self.decay)
             self.params[0].sub_(exp_avg / denominator * step_size)
 
 
@@ -285,7 +283,7 @@ def parse_args() -> tuple[Args, dict]:
     return args, checkpoint
 
 
-def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) -> None:
+def save_checkpoint(file: Path, args: Args, state: dict, **more: object) -> None:
     """Write a checkpoint, whole or not at all."""
     states = {name: item.state_dict() for name, item in state.items()}
     torch.save({"args": asdict(args) | {"resume": None}, **states, **more}, file.with_suffix(".new"))
@@ -341,15 +339,18 @@ if __name__ == "__main__":
     # A row of the replay buffer is a whole transition: one copy stores it, one gather fetches a batch.
     columns = [obs_dim, 1, 1, 1, obs_dim]  # obs, action, reward, terminated, next obs
     capacity = args.buffer_size // args.num_envs * args.num_envs
-    buffer = torch.zeros(capacity, sum(columns), device=device)
+    buffer = torch.zeros(0 if args.evaluate else capacity, sum(columns), device=device)
     # [fast: numbers as tensors] Rows in use, at least one for the warm-up.
     size = torch.tensor(min(max(global_step, 1), capacity), device=device)
     epsilon = torch.zeros((), device=device)
     # [fast: losses in place]
     losses = {name: torch.zeros((), device=device) for name in ("q_values", "td_loss")}
-    stopping: list[int] = []  # signals received
+    stopping = []  # signals received
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
+    exploration_steps = args.exploration_fraction * args.total_timesteps
+    schedule = partial(linear_schedule, args.start_e, args.end_e, exploration_steps)
+
     def act(obs: Tensor) -> Tensor:
         """Actions for obs (num_envs, obs_dim), random with probability epsilon, or the best: (num_envs,)."""
         with torch.no_grad():
@@ -357,11 +358,6 @@ if __name__ == "__main__":
             best = values.argmax(dim=1)
             explores = torch.rand_like(values[:, 0]) < epsilon
             return torch.where(explores, torch.randint_like(best, num_actions), best)
-
-    def schedule(step: int) -> float:
-        """Epsilon at an agent step."""
-        exploration_steps = args.exploration_fraction * args.total_timesteps
-        return linear_schedule(args.start_e, args.end_e, exploration_steps, step)
 
     def best_actions(obs: np.ndarray) -> np.ndarray:
         """The actions of the highest values, as environments take them, (n,), at obs (n, obs_dim)."""
@@ -371,8 +367,7 @@ if __name__ == "__main__":
 
     def store(*transitions: np.ndarray) -> None:
         """Write a step of all environments, (n,) or (n, width) each, over the oldest rows if it is full."""
-        parts = [part.reshape(args.num_envs, -1) for part in transitions]
-        rows = np.concatenate(parts, axis=1, dtype=np.float32)
+        rows = np.column_stack(transitions).astype(np.float32)
         if not np.isfinite(rows).all():
             sys.exit(f"a row is not finite at step {global_step}")
         position = (global_step - args.num_envs) % capacity

@@ -61,7 +61,7 @@ from tqdm import tqdm
 Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
 FIXED = ("env_id", "num_envs", "buffer_size", "critic_learning_rate", "actor_learning_rate")
-FIXED += ("alpha_learning_rate", "weight_decay", "alpha", "autotune")
+FIXED += ("alpha_learning_rate", "weight_decay", "alpha", "autotune", "v_min", "v_max")  # what --resume keeps
 
 
 @dataclass(config={"allow_inf_nan": False})  # pydantic checks the types, tyro prints what it says
@@ -287,7 +287,7 @@ def parse_args() -> tuple[Args, dict]:
     return args, checkpoint
 
 
-def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) -> None:
+def save_checkpoint(file: Path, args: Args, state: dict, **more: object) -> None:
     """Write a checkpoint, whole or not at all."""
     states = {name: item.state_dict() for name, item in state.items()}
     torch.save({"args": asdict(args) | {"resume": None}, **states, **more}, file.with_suffix(".new"))
@@ -356,7 +356,7 @@ if __name__ == "__main__":
     buffer = torch.zeros(0 if args.evaluate else capacity, sum(columns), device=device)
     size = min(global_step, capacity)  # rows in use
     losses: dict[str, Tensor] = {}  # the latest, for the log
-    stopping: list[int] = []  # signals received
+    stopping = []  # signals received
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def act(obs: Tensor) -> Tensor:
@@ -375,8 +375,7 @@ if __name__ == "__main__":
 
     def store(*transitions: np.ndarray) -> None:
         """Write a step of all environments, (n,) or (n, width) each, over the oldest rows if it is full."""
-        parts = [part.reshape(args.num_envs, -1) for part in transitions]
-        rows = np.concatenate(parts, axis=1, dtype=np.float32)
+        rows = np.column_stack(transitions).astype(np.float32)
         if not np.isfinite(rows).all():
             sys.exit(f"a row is not finite at step {global_step}")
         position = (global_step - args.num_envs) % capacity
@@ -417,7 +416,7 @@ if __name__ == "__main__":
         record(alpha=alpha, clipped_mass=((probs1 + probs2) / 2 * clipped).sum(1).mean())
         if args.autotune:
             target_entropy = -action_dim * args.target_entropy_ratio
-            alpha_loss = -log_alpha.exp() * (next_log_prob + target_entropy).mean()  # equation 18
+            alpha_loss = -log_alpha.exp() * (next_log_prob + target_entropy).mean()  # SAC, equation 18
             alpha_optimizer.zero_grad()
             alpha_loss.backward()
             alpha_optimizer.step()
@@ -429,7 +428,7 @@ if __name__ == "__main__":
         actions, log_prob = sample_actions(*actor(obs[:, -actor_dim:]))
         qf1_values, qf2_values = ((qf(obs, actions).softmax(1) * support).sum(1) for qf in (qf1, qf2))
         qf_values = (qf1_values + qf2_values) / 2  # the mean, where SAC has the lower one
-        actor_loss = (log_alpha.detach().exp() * log_prob[:, 0] - qf_values).mean()  # equation 7
+        actor_loss = (log_alpha.detach().exp() * log_prob[:, 0] - qf_values).mean()  # SAC, equation 7
         actor_optimizer.zero_grad()
         actor_loss.backward(inputs=[param for param in actor.parameters() if param.requires_grad])
         actor_optimizer.step()

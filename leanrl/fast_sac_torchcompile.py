@@ -75,7 +75,7 @@ from tqdm import tqdm
 Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
 FIXED = ("env_id", "num_envs", "buffer_size", "critic_learning_rate", "actor_learning_rate")
-FIXED += ("alpha_learning_rate", "weight_decay", "alpha", "autotune")
+FIXED += ("alpha_learning_rate", "weight_decay", "alpha", "autotune", "v_min", "v_max")  # what --resume keeps
 
 
 @dataclass(config={"allow_inf_nan": False})  # pydantic checks the types, tyro prints what it says
@@ -267,11 +267,11 @@ class Flat(nn.Module):
 
 
 class AdamW(nn.Module):
-    """`torch.optim.AdamW` of one tensor (arXiv:1711.05101), which forgets squares of gradients sooner."""
+    """`torch.optim.AdamW` of one tensor (arXiv:1711.05101)."""
 
-    def __init__(self, params: Tensor, lr: float | Tensor, decay=0.0, eps=1e-8):
+    def __init__(self, params: Tensor, lr: float | Tensor, decay=0.0, betas=(0.9, 0.999), eps=1e-8):
         super().__init__()
-        self.params, self.lr, self.decay, self.eps = [params], lr, decay, eps
+        self.params, self.lr, self.decay, self.betas, self.eps = [params], lr, decay, betas, eps
         self.register_buffer("exp_avg", torch.zeros_like(params))
         self.register_buffer("exp_avg_sq", torch.zeros_like(params))
         self.register_buffer("step", torch.zeros((), device=params.device))
@@ -280,7 +280,7 @@ class AdamW(nn.Module):
         """Take a step down the gradient of a loss; `backward()` and `step()` would break the graph."""
         (grad,) = torch.autograd.grad(loss, self.params[0])
         with torch.no_grad():
-            step, beta1, beta2 = self.step.add_(1), 0.9, 0.95
+            step, (beta1, beta2) = self.step.add_(1), self.betas
             # Stacked, or a CPU would compute them anew for each few parameters.
             numbers = torch.stack([(1 - beta2**step).sqrt(), self.lr / (1 - beta1**step)])
             correction, step_size = numbers.unbind()
@@ -394,7 +394,7 @@ def parse_args() -> tuple[Args, dict]:
     return args, checkpoint
 
 
-def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) -> None:
+def save_checkpoint(file: Path, args: Args, state: dict, **more: object) -> None:
     """Write a checkpoint, whole or not at all."""
     states = {name: item.state_dict() for name, item in state.items()}
     torch.save({"args": asdict(args) | {"resume": None}, **states, **more}, file.with_suffix(".new"))
@@ -447,10 +447,10 @@ if __name__ == "__main__":
     log_alpha = nn.Parameter(torch.tensor(args.alpha, device=device).log())
     flat_actor = Flat(actor)  # [fast: flat]
     flat_qf, flat_qf_target = Flat(qf1, qf2), Flat(qf1_target, qf2_target)  # [fast: both critics at once]
-    adamw = partial(AdamW, decay=args.weight_decay)
-    actor_optimizer = adamw(flat_actor.params, lr=args.actor_learning_rate)
-    q_optimizer = adamw(flat_qf.params, lr=args.critic_learning_rate)
-    alpha_optimizer = adamw(log_alpha, lr=args.alpha_learning_rate, decay=0.01)  # as the authors
+    adamw = partial(AdamW, decay=args.weight_decay, betas=(0.9, 0.95))
+    actor_optimizer = adamw(flat_actor.params, args.actor_learning_rate)
+    q_optimizer = adamw(flat_qf.params, args.critic_learning_rate)
+    alpha_optimizer = adamw(log_alpha, args.alpha_learning_rate, decay=0.01)  # as the authors
     obs_normalizer = EmpiricalNormalization(obs_dim, device)
     # What checkpoints hold beside the replay buffer: add modules and optimizers of your own.
     state = {"actor": actor, "qf1": qf1, "qf2": qf2, "qf1_target": qf1_target, "qf2_target": qf2_target}
@@ -469,7 +469,7 @@ if __name__ == "__main__":
     names = ["qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss", "actor_loss", "clipped_mass"]
     names += ["alpha", "entropy", *(["alpha_loss"] if args.autotune else [])]
     losses = {name: torch.zeros((), device=device) for name in names}  # [fast: losses in place]
-    stopping: list[int] = []  # signals received
+    stopping = []  # signals received
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def act(obs: Tensor) -> Tensor:
@@ -488,8 +488,7 @@ if __name__ == "__main__":
 
     def store(*transitions: np.ndarray) -> None:
         """Write a step of all environments, (n,) or (n, width) each, over the oldest rows if it is full."""
-        parts = [part.reshape(args.num_envs, -1) for part in transitions]
-        rows = np.concatenate(parts, axis=1, dtype=np.float32)
+        rows = np.column_stack(transitions).astype(np.float32)
         if not np.isfinite(rows).all():
             sys.exit(f"a row is not finite at step {global_step}")
         position = (global_step - args.num_envs) % capacity
@@ -529,7 +528,7 @@ if __name__ == "__main__":
         record(alpha=alpha, clipped_mass=((probs1 + probs2) / 2 * clipped).sum(1).mean())
         if args.autotune:
             target_entropy = -action_dim * args.target_entropy_ratio
-            alpha_loss = -log_alpha.exp() * (next_log_prob + target_entropy).mean()  # equation 18
+            alpha_loss = -log_alpha.exp() * (next_log_prob + target_entropy).mean()  # SAC, equation 18
             alpha_optimizer.minimize(alpha_loss)  # [fast: flat]
             record(alpha_loss=alpha_loss)
         return obs
@@ -539,7 +538,7 @@ if __name__ == "__main__":
         actions, log_prob = sample_actions(*flat_actor(obs[:, -actor_dim:]))  # [fast: flat]
         qf_values = (flat_qf(obs, actions).softmax(2) * support).sum(2)  # [fast: both critics at once]
         qf_values = qf_values.mean(0)  # the mean, where SAC has the lower one
-        actor_loss = (log_alpha.detach().exp() * log_prob[:, 0] - qf_values).mean()  # equation 7
+        actor_loss = (log_alpha.detach().exp() * log_prob[:, 0] - qf_values).mean()  # SAC, equation 7
         actor_optimizer.minimize(actor_loss)  # [fast: flat]
         record(actor_loss=actor_loss, entropy=-log_prob.mean())
 

@@ -57,7 +57,8 @@ from tqdm import tqdm
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
-FIXED = ("env_id", "num_envs", "buffer_size", "critic_learning_rate", "actor_learning_rate", "weight_decay")
+FIXED = ("env_id", "num_envs", "buffer_size", "critic_learning_rate", "actor_learning_rate")
+FIXED += ("weight_decay", "v_min", "v_max")  # what --resume keeps
 
 
 @dataclass(config={"allow_inf_nan": False})  # pydantic checks the types, tyro prints what it says
@@ -264,7 +265,7 @@ def parse_args() -> tuple[Args, dict]:
     return args, checkpoint
 
 
-def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) -> None:
+def save_checkpoint(file: Path, args: Args, state: dict, **more: object) -> None:
     """Write a checkpoint, whole or not at all."""
     states = {name: item.state_dict() for name, item in state.items()}
     torch.save({"args": asdict(args) | {"resume": None}, **states, **more}, file.with_suffix(".new"))
@@ -331,7 +332,7 @@ if __name__ == "__main__":
     buffer = torch.zeros(0 if args.evaluate else capacity, sum(columns), device=device)
     size = min(global_step, capacity)  # rows in use
     losses: dict[str, Tensor] = {}  # the latest, for the log
-    stopping: list[int] = []  # signals received
+    stopping = []  # signals received
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def act(obs: Tensor) -> Tensor:
@@ -349,8 +350,7 @@ if __name__ == "__main__":
 
     def store(*transitions: np.ndarray) -> None:
         """Write a step of all environments, (n,) or (n, width) each, over the oldest rows if it is full."""
-        parts = [part.reshape(args.num_envs, -1) for part in transitions]
-        rows = np.concatenate(parts, axis=1, dtype=np.float32)
+        rows = np.column_stack(transitions).astype(np.float32)
         if not np.isfinite(rows).all():
             sys.exit(f"a row is not finite at step {global_step}")
         position = (global_step - args.num_envs) % capacity

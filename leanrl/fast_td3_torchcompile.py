@@ -18,7 +18,7 @@ Twin:  fast_td3.py, eager, computes the same, up to rounding and random numbers.
 Tags, at each place that differs; docs/tricks.md has a chapter on each:
 - [fast: one graph] the policy and each half of a gradient step: each is compiled without a break;
 - [fast: direct calls] compiled code is called without the guards of `torch.compile`, as a graph is;
-- [fast: flat] the parameters of a network are one tensor, and Adam a few operations on it in that graph;
+- [fast: flat] the parameters of a network are one tensor, and AdamW a few operations on it in that graph;
 - [fast: both critics at once] one batched product in place of two;
 - [fast: numbers as tensors] a graph would freeze a number that changes;
 - [fast: losses in place] tensors to write to: what a captured function returns is cloned at each call;
@@ -71,7 +71,8 @@ from tqdm import tqdm
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
-FIXED = ("env_id", "num_envs", "buffer_size", "critic_learning_rate", "actor_learning_rate", "weight_decay")
+FIXED = ("env_id", "num_envs", "buffer_size", "critic_learning_rate", "actor_learning_rate")
+FIXED += ("weight_decay", "v_min", "v_max")  # what --resume keeps
 
 
 @dataclass(config={"allow_inf_nan": False})  # pydantic checks the types, tyro prints what it says
@@ -219,7 +220,7 @@ def project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
     return projected.scatter_add(1, lower + 1, probs * upper_share)
 
 
-# [fast: flat] Adam and the updates of targets are few operations each.
+# [fast: flat] AdamW and the updates of targets are few operations each.
 class Flat(nn.Module):
     """Networks of one class, whose trainable parameters become views of one tensor, `params`."""
 
@@ -243,12 +244,12 @@ class Flat(nn.Module):
         return torch.vmap(compute, randomness="different")(views)
 
 
-class Adam(nn.Module):
-    """`torch.optim.AdamW` of one tensor (arXiv:1711.05101), Adam without decay, with the gradient clipped."""
+class AdamW(nn.Module):
+    """`torch.optim.AdamW` of one tensor (arXiv:1711.05101)."""
 
-    def __init__(self, params: Tensor, lr: float | Tensor, eps=1e-8, max_norm=math.inf, decay=0.0):
+    def __init__(self, params: Tensor, lr: float | Tensor, decay=0.0, betas=(0.9, 0.999), eps=1e-8):
         super().__init__()
-        self.params, self.lr, self.eps, self.max_norm, self.decay = [params], lr, eps, max_norm, decay
+        self.params, self.lr, self.decay, self.betas, self.eps = [params], lr, decay, betas, eps
         self.register_buffer("exp_avg", torch.zeros_like(params))
         self.register_buffer("exp_avg_sq", torch.zeros_like(params))
         self.register_buffer("step", torch.zeros((), device=params.device))
@@ -257,18 +258,14 @@ class Adam(nn.Module):
         """Take a step down the gradient of a loss; `backward()` and `step()` would break the graph."""
         (grad,) = torch.autograd.grad(loss, self.params[0])
         with torch.no_grad():
-            step, beta1, beta2 = self.step.add_(1), 0.9, 0.999
-            numbers = [(1 - beta2**step).sqrt(), self.lr / (1 - beta1**step)]
-            if self.max_norm < math.inf:
-                numbers += [(self.max_norm / (grad.square().sum().sqrt() + 1e-6)).clamp(max=1)]
+            step, (beta1, beta2) = self.step.add_(1), self.betas
             # Stacked, or a CPU would compute them anew for each few parameters.
-            correction, step_size, *clip = torch.stack(numbers).unbind()
-            grad = grad * clip[0] if clip else grad
+            numbers = torch.stack([(1 - beta2**step).sqrt(), self.lr / (1 - beta1**step)])
+            correction, step_size = numbers.unbind()
             exp_avg = self.exp_avg.lerp_(grad, 1 - beta1)
             exp_avg_sq = self.exp_avg_sq.lerp_(grad * grad, 1 - beta2)
             denominator = exp_avg_sq.sqrt() / correction + self.eps
-            if self.decay:
-                self.params[0].mul_(1 - self.lr * self.decay)
+            self.params[0].mul_(1 - self.lr * self.decay)
             self.params[0].sub_(exp_avg / denominator * step_size)
 
 
@@ -375,7 +372,7 @@ def parse_args() -> tuple[Args, dict]:
     return args, checkpoint
 
 
-def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) -> None:
+def save_checkpoint(file: Path, args: Args, state: dict, **more: object) -> None:
     """Write a checkpoint, whole or not at all."""
     states = {name: item.state_dict() for name, item in state.items()}
     torch.save({"args": asdict(args) | {"resume": None}, **states, **more}, file.with_suffix(".new"))
@@ -427,8 +424,8 @@ if __name__ == "__main__":
     qf1_target, qf2_target = (copy.deepcopy(qf) for qf in (qf1, qf2))  # [fast: flat]
     flat_actor = Flat(actor)  # [fast: flat]
     flat_qf, flat_qf_target = Flat(qf1, qf2), Flat(qf1_target, qf2_target)  # [fast: both critics at once]
-    actor_optimizer = Adam(flat_actor.params, lr=args.actor_learning_rate, decay=args.weight_decay)
-    q_optimizer = Adam(flat_qf.params, lr=args.critic_learning_rate, decay=args.weight_decay)
+    actor_optimizer = AdamW(flat_actor.params, lr=args.actor_learning_rate, decay=args.weight_decay)
+    q_optimizer = AdamW(flat_qf.params, lr=args.critic_learning_rate, decay=args.weight_decay)
     obs_normalizer = EmpiricalNormalization(obs_dim, device)
     # What checkpoints hold beside the replay buffer: add modules and optimizers of your own.
     state = {"actor": actor, "qf1": qf1, "qf2": qf2, "actor_optimizer": actor_optimizer}
@@ -446,7 +443,7 @@ if __name__ == "__main__":
     size = written.clamp(max=capacity)
     names = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss", "actor_loss", "clipped_mass")
     losses = {name: torch.zeros((), device=device) for name in names}  # [fast: losses in place]
-    stopping: list[int] = []  # signals received
+    stopping = []  # signals received
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def act(obs: Tensor) -> Tensor:
@@ -464,8 +461,7 @@ if __name__ == "__main__":
 
     def store(*transitions: np.ndarray) -> None:
         """Write a step of all environments, (n,) or (n, width) each, over the oldest rows if it is full."""
-        parts = [part.reshape(args.num_envs, -1) for part in transitions]
-        rows = np.concatenate(parts, axis=1, dtype=np.float32)
+        rows = np.column_stack(transitions).astype(np.float32)
         if not np.isfinite(rows).all():
             sys.exit(f"a row is not finite at step {global_step}")
         position = (global_step - args.num_envs) % capacity

@@ -200,7 +200,7 @@ def parse_args() -> tuple[Args, dict]:
     return args, checkpoint
 
 
-def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) -> None:
+def save_checkpoint(file: Path, args: Args, state: dict, **more: object) -> None:
     """Write a checkpoint, whole or not at all."""
     states = {name: item.state_dict() for name, item in state.items()}
     torch.save({"args": asdict(args) | {"resume": None}, **states, **more}, file.with_suffix(".new"))
@@ -263,7 +263,7 @@ if __name__ == "__main__":
     batch = torch.zeros(batch_size, sum(batch_columns.values()), device=device)
     total_steps = args.total_timesteps // batch_size * batch_size  # of whole rollouts
     losses: dict[str, Tensor] = {}  # the latest, for the log
-    stopping: list[int] = []  # signals received
+    stopping = []  # signals received
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def policy(obs: np.ndarray) -> np.ndarray:
@@ -364,7 +364,7 @@ if __name__ == "__main__":
 
     def store(*transitions: np.ndarray) -> None:
         """Write a step of all environments into the rollout, (n,) or (n, width) each."""
-        rollout[step] = np.concatenate([part.reshape(args.num_envs, -1) for part in transitions], axis=1)
+        rollout[step] = np.column_stack(transitions)
         if not np.isfinite(rollout[step]).all():
             sys.exit(f"a row is not finite at step {global_step}")
 

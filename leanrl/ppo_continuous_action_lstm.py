@@ -284,7 +284,7 @@ def parse_args() -> tuple[Args, dict]:
     return args, checkpoint
 
 
-def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) -> None:
+def save_checkpoint(file: Path, args: Args, state: dict, **more: object) -> None:
     """Write a checkpoint, whole or not at all."""
     states = {name: item.state_dict() for name, item in state.items()}
     torch.save({"args": asdict(args) | {"resume": None}, **states, **more}, file.with_suffix(".new"))
@@ -354,7 +354,7 @@ if __name__ == "__main__":
     actor_memory, first_memory = memory[0], memory.clone()
     total_steps = args.total_timesteps // batch_size * batch_size  # of whole rollouts
     losses: dict[str, Tensor] = {}  # the latest, for the log
-    stopping: list[int] = []  # signals received
+    stopping = []  # signals received
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def act(obs: Tensor, keep: Tensor) -> Tensor:

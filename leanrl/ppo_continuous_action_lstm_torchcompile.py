@@ -382,11 +382,11 @@ class Flat(nn.Module):
 
 
 class Adam(nn.Module):
-    """`torch.optim.AdamW` of one tensor (arXiv:1711.05101), Adam without decay, with the gradient clipped."""
+    """`torch.optim.Adam` of one tensor (arXiv:1412.6980), with the gradient clipped."""
 
-    def __init__(self, params: Tensor, lr: float | Tensor, eps=1e-8, max_norm=math.inf, decay=0.0):
+    def __init__(self, params: Tensor, lr: float | Tensor, eps=1e-8, max_norm=math.inf):
         super().__init__()
-        self.params, self.lr, self.eps, self.max_norm, self.decay = [params], lr, eps, max_norm, decay
+        self.params, self.lr, self.eps, self.max_norm = [params], lr, eps, max_norm
         self.register_buffer("exp_avg", torch.zeros_like(params))
         self.register_buffer("exp_avg_sq", torch.zeros_like(params))
         self.register_buffer("step", torch.zeros((), device=params.device))
@@ -405,8 +405,6 @@ class Adam(nn.Module):
             exp_avg = self.exp_avg.lerp_(grad, 1 - beta1)
             exp_avg_sq = self.exp_avg_sq.lerp_(grad * grad, 1 - beta2)
             denominator = exp_avg_sq.sqrt() / correction + self.eps
-            if self.decay:
-                self.params[0].mul_(1 - self.lr * self.decay)
             self.params[0].sub_(exp_avg / denominator * step_size)
 
 
@@ -472,7 +470,7 @@ def parse_args() -> tuple[Args, dict]:
     return args, checkpoint
 
 
-def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) -> None:
+def save_checkpoint(file: Path, args: Args, state: dict, **more: object) -> None:
     """Write a checkpoint, whole or not at all."""
     states = {name: item.state_dict() for name, item in state.items()}
     torch.save({"args": asdict(args) | {"resume": None}, **states, **more}, file.with_suffix(".new"))
@@ -546,7 +544,7 @@ if __name__ == "__main__":
     names = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
     names += ["explained_variance"]
     losses = {name: torch.zeros((), device=device) for name in names}  # [fast: losses in place]
-    stopping: list[int] = []  # signals received
+    stopping = []  # signals received
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def act(obs: Tensor, keep: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ def parse_args() -> tuple[Args, dict]:
     return args, checkpoint
 
 
-def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) -> None:
+def save_checkpoint(file: Path, args: Args, state: dict, **more: object) -> None:
     """Write a checkpoint, whole or not at all."""
     states = {name: item.state_dict() for name, item in state.items()}
     torch.save({"args": asdict(args) | {"resume": None}, **states, **more}, file.with_suffix(".new"))
@@ -245,7 +245,7 @@ if __name__ == "__main__":
     exploration_steps = args.exploration_fraction * args.total_timesteps
     schedule = partial(linear_schedule, args.start_e, args.end_e, exploration_steps)
     losses: dict[str, Tensor] = {}  # the latest, for the log
-    stopping: list[int] = []  # signals received
+    stopping = []  # signals received
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def policy(obs: np.ndarray) -> np.ndarray:
@@ -313,7 +313,7 @@ if __name__ == "__main__":
 
     def store(*transitions: np.ndarray) -> None:
         """Write a step of all environments into the rollout, (n,) or (n, width) each."""
-        rollout[step] = np.concatenate([part.reshape(args.num_envs, -1) for part in transitions], axis=1)
+        rollout[step] = np.column_stack(transitions)
         if not np.isfinite(rollout[step]).all():
             sys.exit(f"a row is not finite at step {global_step}")
 

@@ -299,7 +299,7 @@ def parse_args() -> tuple[Args, dict]:
     return args, checkpoint
 
 
-def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) -> None:
+def save_checkpoint(file: Path, args: Args, state: dict, **more: object) -> None:
     """Write a checkpoint, whole or not at all."""
     states = {name: item.state_dict() for name, item in state.items()}
     torch.save({"args": asdict(args) | {"resume": None}, **states, **more}, file.with_suffix(".new"))
@@ -363,7 +363,7 @@ if __name__ == "__main__":
     schedule = partial(linear_schedule, args.start_e, args.end_e, exploration_steps)
     # [fast: losses in place]
     losses = {name: torch.zeros((), device=device) for name in ("td_loss", "q_values")}
-    stopping: list[int] = []  # signals received
+    stopping = []  # signals received
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def act(obs: Tensor) -> Tensor:  # [fast: one graph]
@@ -470,7 +470,7 @@ if __name__ == "__main__":
 
     def store(*transitions: np.ndarray) -> None:
         """Write a step of all environments into the rollout, (n,) or (n, width) each."""
-        rollout[step] = np.concatenate([part.reshape(args.num_envs, -1) for part in transitions], axis=1)
+        rollout[step] = np.column_stack(transitions)
         if not np.isfinite(rollout[step]).all():
             sys.exit(f"a row is not finite at step {global_step}")
 

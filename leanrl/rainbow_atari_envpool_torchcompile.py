@@ -76,7 +76,7 @@ from tqdm import tqdm
 Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
 # What --resume keeps.
-FIXED = ("env_id", "num_envs", "buffer_size", "learning_rate")
+FIXED = ("env_id", "num_envs", "buffer_size", "learning_rate", "v_min", "v_max")  # what --resume keeps
 
 
 @dataclass(config={"allow_inf_nan": False})  # pydantic checks the types, tyro prints what it says
@@ -441,11 +441,11 @@ class FlatImages(nn.Module):
 
 
 class Adam(nn.Module):
-    """`torch.optim.AdamW` of one tensor (arXiv:1711.05101), Adam without decay, with the gradient clipped."""
+    """`torch.optim.Adam` of one tensor (arXiv:1412.6980), with the gradient clipped."""
 
-    def __init__(self, params: Tensor, lr: float | Tensor, eps=1e-8, max_norm=math.inf, decay=0.0):
+    def __init__(self, params: Tensor, lr: float | Tensor, eps=1e-8, max_norm=math.inf):
         super().__init__()
-        self.params, self.lr, self.eps, self.max_norm, self.decay = [params], lr, eps, max_norm, decay
+        self.params, self.lr, self.eps, self.max_norm = [params], lr, eps, max_norm
         self.register_buffer("exp_avg", torch.zeros_like(params))
         self.register_buffer("exp_avg_sq", torch.zeros_like(params))
         self.register_buffer("step", torch.zeros((), device=params.device))
@@ -464,8 +464,6 @@ class Adam(nn.Module):
             exp_avg = self.exp_avg.lerp_(grad, 1 - beta1)
             exp_avg_sq = self.exp_avg_sq.lerp_(grad * grad, 1 - beta2)
             denominator = exp_avg_sq.sqrt() / correction + self.eps
-            if self.decay:
-                self.params[0].mul_(1 - self.lr * self.decay)
             self.params[0].sub_(exp_avg / denominator * step_size)
 
 
@@ -531,7 +529,7 @@ def parse_args() -> tuple[Args, dict]:
     return args, checkpoint
 
 
-def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) -> None:
+def save_checkpoint(file: Path, args: Args, state: dict, **more: object) -> None:
     """Write a checkpoint, whole or not at all."""
     states = {name: item.state_dict() for name, item in state.items()}
     torch.save({"args": asdict(args) | {"resume": None}, **states, **more}, file.with_suffix(".new"))
@@ -592,7 +590,7 @@ if __name__ == "__main__":
     epsilon, beta = torch.zeros(2, device=device)  # [fast: numbers as tensors]
     names = ["td_loss", "q_values"]
     losses = {name: torch.zeros((), device=device) for name in names}  # [fast: losses in place]
-    stopping: list[int] = []  # signals received
+    stopping = []  # signals received
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def values_of(logits: Tensor) -> Tensor:

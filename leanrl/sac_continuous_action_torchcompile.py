@@ -225,11 +225,11 @@ class Flat(nn.Module):
 
 
 class Adam(nn.Module):
-    """`torch.optim.AdamW` of one tensor (arXiv:1711.05101), Adam without decay, with the gradient clipped."""
+    """`torch.optim.Adam` of one tensor (arXiv:1412.6980), with the gradient clipped."""
 
-    def __init__(self, params: Tensor, lr: float | Tensor, eps=1e-8, max_norm=math.inf, decay=0.0):
+    def __init__(self, params: Tensor, lr: float | Tensor, eps=1e-8, max_norm=math.inf):
         super().__init__()
-        self.params, self.lr, self.eps, self.max_norm, self.decay = [params], lr, eps, max_norm, decay
+        self.params, self.lr, self.eps, self.max_norm = [params], lr, eps, max_norm
         self.register_buffer("exp_avg", torch.zeros_like(params))
         self.register_buffer("exp_avg_sq", torch.zeros_like(params))
         self.register_buffer("step", torch.zeros((), device=params.device))
@@ -248,8 +248,6 @@ class Adam(nn.Module):
             exp_avg = self.exp_avg.lerp_(grad, 1 - beta1)
             exp_avg_sq = self.exp_avg_sq.lerp_(grad * grad, 1 - beta2)
             denominator = exp_avg_sq.sqrt() / correction + self.eps
-            if self.decay:
-                self.params[0].mul_(1 - self.lr * self.decay)
             self.params[0].sub_(exp_avg / denominator * step_size)
 
 
@@ -315,7 +313,7 @@ def parse_args() -> tuple[Args, dict]:
     return args, checkpoint
 
 
-def save_checkpoint(file: Path, args: Args, state: dict, **more: list | Tensor) -> None:
+def save_checkpoint(file: Path, args: Args, state: dict, **more: object) -> None:
     """Write a checkpoint, whole or not at all."""
     states = {name: item.state_dict() for name, item in state.items()}
     torch.save({"args": asdict(args) | {"resume": None}, **states, **more}, file.with_suffix(".new"))
@@ -378,13 +376,13 @@ if __name__ == "__main__":
     # A row of the replay buffer is a whole transition: one copy stores it, one gather fetches a batch.
     columns = [obs_dim, action_dim, 1, 1, obs_dim]  # obs, action, reward, terminated, next obs
     capacity = args.buffer_size // args.num_envs * args.num_envs
-    buffer = torch.zeros(capacity, sum(columns), device=device)
+    buffer = torch.zeros(0 if args.evaluate else capacity, sum(columns), device=device)
     # [fast: numbers as tensors] Rows in use, at least one for the warm-up.
     size = torch.tensor(min(max(global_step, 1), capacity), device=device)
     names = ["qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss", "alpha", "actor_loss"]
     names += ["alpha_loss"] if args.autotune else []
     losses = {name: torch.zeros((), device=device) for name in names}  # [fast: losses in place]
-    stopping: list[int] = []  # signals received
+    stopping = []  # signals received
 
     # ---- Algorithm -----------------------------------------------------------------------------------------
     def act(obs: Tensor) -> Tensor:
@@ -401,8 +399,7 @@ if __name__ == "__main__":
 
     def store(*transitions: np.ndarray) -> None:
         """Write a step of all environments, (n,) or (n, width) each, over the oldest rows if it is full."""
-        parts = [part.reshape(args.num_envs, -1) for part in transitions]
-        rows = np.concatenate(parts, axis=1, dtype=np.float32)
+        rows = np.column_stack(transitions).astype(np.float32)
         if not np.isfinite(rows).all():
             sys.exit(f"a row is not finite at step {global_step}")
         position = (global_step - args.num_envs) % capacity

@@ -123,6 +123,7 @@ def test_a_run_goes_on_from_what_was_saved(name, tmp_path):
     # A run without a step left has what was saved.
     after = go_on(name, begin, folder)
     assert before["updates"] > 0
+    assert not before["left_out"], "add these to `state`, of which checkpoints are made"
     assert_close(lasting(after), lasting(before), rtol=0, atol=0)
     assert (folder / "checkpoint.pt").read_bytes() == saved
 

@@ -192,6 +192,18 @@ def test_targets_begin_as_their_networks_and_alpha_where_it_should(name):
             assert log_alpha.item() == pytest.approx(math.log(0.001) if name in FAST else 0)
 
 
+@every
+def test_each_target_follows_its_network(name):
+    """All the way, where it may: with a tau of 1, each time."""
+    each = ("--policy-frequency", 1) if takes(name, "policy_frequency") else ()
+    each += (*EACH_STEP, "--target-network-frequency", 1) if name in DQN else ()
+    fixed = ("--batch-size", 4, "--learning-starts", 10, "--total-timesteps", 20, "--tau", 1)
+    state = run(name, *conftest.world(name, "Scripted"), *fixed, *each)["state"]
+    for key in [key for key in state if "target" in key]:
+        network = "q_network" if key == "target_network" else key.removesuffix("_target")
+        torch.testing.assert_close(state[key].state_dict(), state[network].state_dict(), rtol=0, atol=0)
+
+
 # ---- How many gradient steps -------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "num_envs", "often", "updates"), OFTEN)
 def test_gradient_steps_of_actors_and_critics_have_their_turns(name, num_envs, often, updates):

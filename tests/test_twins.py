@@ -47,6 +47,8 @@ every = pytest.mark.parametrize("name", [*SCRIPTS, *TWINS, *ON_DEVICE, *MULTIGPU
 # ---- Texts -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("file", copy_shared.FILES, ids=lambda file: file.stem)
 def test_what_scripts_share_is_the_same_text(file):
+    known = (*SCRIPTS, *TWINS, *ON_DEVICE, *MULTIGPU)
+    assert file.stem in known, "give it an entry in benchmark/collection.py: the tests read that"
     others = [other for other in copy_shared.FILES if copy_shared.shared(file, other) != other.read_text()]
     differ = [other.name for other in others]
     assert not differ, f"if {file.name} is right, run python tests/copy_shared.py leanrl/{file.name}"

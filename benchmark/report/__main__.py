@@ -31,7 +31,6 @@ MARKED = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTA
 # Tables of runs and of the literature, by kind.
 TABLES = {
     "speed": speed.speed_table,
-    "rates": speed.rates_table,
     "algorithms": lambda lines: speed.algorithms_table([*lines, *environments.published_runs(64)]),
     "libraries": speed.algorithms_table,
     "beside_original": speed.beside_original_table,

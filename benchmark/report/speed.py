@@ -3,7 +3,6 @@
 import itertools
 import re
 import statistics
-from functools import partial
 
 from benchmark.collection import COLLECTION
 from benchmark.modes import LIBRARIES, MODES
@@ -48,11 +47,9 @@ def busy_per_million(runs: list[dict]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def of_one_machine(lines: list[dict], brief: bool = False) -> str:
-    """Agent steps per second of each algorithm and mode: median, range, ratios, start-up, GPU seconds.
-
-    A brief table has no start-up, and ratios to eager alone.
-    """
+@by_machine
+def speed_table(lines: list[dict]) -> str:
+    """Agent steps per second of each algorithm and mode: median, range, ratios, start-up, GPU seconds."""
     groups, rows = by_task(timed(lines)), []
     several = len(groups) > len(by(timed(lines), "algorithm"))
     on_gpu = any(line.get("gpu_busy_seconds") for line in lines)
@@ -60,10 +57,9 @@ def of_one_machine(lines: list[dict], brief: bool = False) -> str:
         modes, task = by_mode(group), f"{algorithm}{f', {env_id}, {steps:,} steps' if several else ''}: "
         for mode, runs in modes.items():
             name = (task if mode == next(iter(modes)) else "…") + name_of(mode, runs)  # a task stands once
-            cells = [speeds(runs), ratio(runs, modes.get("eager"))]
-            cells.append("" if brief else ratio(runs, modes.get("sbx")))
+            cells = [speeds(runs), ratio(runs, modes.get("eager")), ratio(runs, modes.get("sbx"))]
             for cold in (True, False):
-                started = [line for line in runs if not brief and line.get("cold_start") is cold]
+                started = [line for line in runs if line.get("cold_start") is cold]
                 cells.append(median_of(started, "startup_seconds"))
             busy = busy_per_million(runs) if on_gpu else None
             rows.append([name, *cells, "" if busy is None else f"{busy:.0f}"])
@@ -71,14 +67,10 @@ def of_one_machine(lines: list[dict], brief: bool = False) -> str:
     return markdown([*header, "warm, s", "GPU-busy s per 1M steps that learn"], rows)
 
 
-speed_table = by_machine(of_one_machine)
-rates_table = by_machine(partial(of_one_machine, brief=True))
-
-
 @by_machine
 def algorithms_table(lines: list[dict]) -> str:
     """A row an algorithm: steps/s of others and of ours, and how much faster ours is than the best other."""
-    rows, shown = [], (*LIBRARIES, "eager", "compile")
+    rows, shown = [], (*LIBRARIES, "eager", "compile", "bfloat16")
     for (algorithm, env_id, _), group in by_task(timed(lines)).items():
         modes = by_mode(group)
         cells = [f"{speed(modes[mode]):,.0f}" if mode in modes else "" for mode in shown]
