@@ -62,7 +62,6 @@ from tqdm import tqdm
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
-# What --resume keeps.
 FIXED = ("env_id", "num_envs", "buffer_size", "learning_rate", "v_min", "v_max")  # what --resume keeps
 
 

@@ -147,11 +147,11 @@ def run(name: str, *args, cuda: bool = False, directory: Path | None = None) -> 
             torch.set_autocast_enabled("cuda", False)
     for _, tag, value, step in (call.args for call in add.call_args_list):
         logged.setdefault(tag, []).append((step, float(value)))
-    result["left_out"] = left_out(result) if "state" in result else []
+    missing = left_out(result) if "state" in result else []
     if "replay" in result:
         result |= {name: getattr(result["replay"], name) for name in ("buffer", "priorities")}
     found = {name: value for name, value in result.items() if name in INNER.split()}
-    return found | {"logged": logged, "left_out": result["left_out"]}
+    return found | {"logged": logged, "left_out": missing}
 
 
 def left_out(result: dict) -> list[str]:
@@ -163,10 +163,10 @@ def left_out(result: dict) -> list[str]:
     memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}  # a twin's Flat has its networks'
 
     def is_saved(item: object) -> bool:
-        if any(item is other for other in saved) or not isinstance(item, nn.Module | torch.optim.Optimizer):
-            return True
-        own = item.state_dict().values() if isinstance(item, nn.Module) else [None]
-        return all(tensor is not None and tensor.untyped_storage().data_ptr() in memory for tensor in own)
+        if isinstance(item, nn.Module):
+            own = item.state_dict().values()
+            return all(tensor.untyped_storage().data_ptr() in memory for tensor in own)
+        return not isinstance(item, torch.optim.Optimizer) or any(item is other for other in saved)
 
     return [name for name, item in result.items() if not is_saved(item)]
 

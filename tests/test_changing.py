@@ -220,7 +220,8 @@ def test_many_agents_each_compute_what_one_alone_would():
         with captured_on_cpu():
             captured = run(twin, *together, "--cudagraphs", cuda=True)
         assert_same_numbers(plain, captured, rtol=0, atol=0)
-        assert_same_numbers(plain, run(twin, *together, "--compile"), share=1e-3)
+        with without_inductor():
+            assert_same_numbers(plain, run(twin, *together, "--compile"), share=1e-3)
     assert len(plain["eval_returns"]) == 6
     for place, seed in enumerate(seeds):
         with draws_of(seed):

@@ -198,8 +198,11 @@ def test_each_target_follows_its_network(name):
     each = ("--policy-frequency", 1) if takes(name, "policy_frequency") else ()
     each += (*EACH_STEP, "--target-network-frequency", 1) if name in DQN else ()
     fixed = ("--batch-size", 4, "--learning-starts", 10, "--total-timesteps", 20, "--tau", 1)
-    state = run(name, *conftest.world(name, "Scripted"), *fixed, *each)["state"]
-    for key in [key for key in state if "target" in key]:
+    result = run(name, *conftest.world(name, "Scripted"), *fixed, *each)
+    state = result["state"]
+    targets = [key for key in state if "target" in key]
+    assert targets and result["updates"]
+    for key in targets:
         network = "q_network" if key == "target_network" else key.removesuffix("_target")
         torch.testing.assert_close(state[key].state_dict(), state[network].state_dict(), rtol=0, atol=0)
 

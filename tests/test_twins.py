@@ -152,7 +152,7 @@ TRACED = [("sac_continuous_action", OFTEN), ("dqn", ("--double", "--num-envs", 1
 TRACED += [("ppo", ("--env-id", "envs:Codes-v0", "--total-timesteps", 512))]
 TRACED += [("ppo_continuous_action", (), "nn.Tanh(),", "nn.ReLU(),")]
 # Inductor takes up to a minute with empty caches, so it compiles one of what is alike. tests/test_capture.py
-# compiles the others without it, and benchmark's profiles each with it.
+# compiles the others without it, tests/test_gpu.py with it on a GPU; benchmark's profiles run all with it.
 LIKE_ANOTHER = ("td3_continuous_action", "fast_sac", "ppo", "ppo_lstm", "ppo_atari_lstm_envpool")
 LIKE_ANOTHER += ("pqn_atari_envpool",)
 

@@ -49,7 +49,7 @@ PLOTS = {
     "gpu": plots.plot_gpu,
 }
 LEARNING_PLOTS = {f"returns-{name}": partial(learning.plot_returns_of, name) for name in COLLECTION}
-LEARNING_PLOTS |= {"overview": learning.plot_overview}
+LEARNING_PLOTS |= {"overview": learning.plot_overview, "variants": learning.plot_variants}
 
 
 def of_study(name: str, what: str) -> tuple[Callable, Callable] | None:

@@ -256,6 +256,23 @@ def plot_returns_of(algorithm: str, lines: list[dict], curves: list[dict]):
     return plot_curves(runs, curves, algorithm, "{env_id}")
 
 
+def plot_variants(lines: list[dict], curves: list[dict]):
+    """Return against steps, a line a seed and a colour a variant; a panel an environment."""
+    of = {(curve["sweep"], curve["job"]): curve for curve in curves}
+    envs = by(trained(lines), "env_id")
+    figure, axes = panels(len(envs), "Return of training episodes: single seeds")
+    for axis, ((env_id,), runs) in zip(axes, envs.items(), strict=True):
+        for number, ((variant,), group) in enumerate(by(runs, "variant").items()):
+            for run in group:
+                steps, values = at_each_step(of[run["sweep"], run["job"]], "step", "episodic_return")
+                style = {"color": f"C{number}", "label": variant if run is group[0] else None}
+                axis.plot(steps / MILLION, values, **style)
+        axis.set_title(env_id, fontsize=11)
+        axis.set(xlabel="million agent steps", ylabel="return")
+        axis.legend(frameon=False, fontsize=9)
+    return figure
+
+
 def plot_overview(lines: list[dict], curves: list[dict]):
     """One environment of each algorithm, where a run has come to its end."""
     ended = []

@@ -1,8 +1,9 @@
 """What a draw of prioritised replay takes, with its weights and then its new priorities, by sampler.
 
-    OMP_NUM_THREADS=1 .venv-torchrl/bin/python -m benchmark.studies.samplers [--cleanrl CLONE] [--output FILE]
+    OMP_NUM_THREADS=1 taskset -c 1 .venv-torchrl/bin/python -m benchmark.studies.samplers
+        [--cleanrl CLONE] [--output FILE]
 
-On the CPU: the script's own; a prefix sum over all rows, in float64 and in float32; of a clone of CleanRL the
+On the CPU: the script's own; a prefix sum over all rows, in float64; of a clone of CleanRL the
 buffer of rainbow_atari.py, which also fetches its rows, of a byte here; TorchRL's, if it is installed. Its
 extension needs the very PyTorch that it was built for:
 
@@ -65,12 +66,12 @@ def two_levels(errors: Tensor, new: Tensor) -> Iterator[Tensor]:
         yield rows
 
 
-def flat(errors: Tensor, new: Tensor, dtype: torch.dtype = torch.float64) -> Iterator[Tensor]:
+def flat(errors: Tensor, new: Tensor) -> Iterator[Tensor]:
     priorities = errors**ALPHA
     while True:
-        ends = priorities.cumsum(0, dtype=dtype)
+        ends = priorities.cumsum(0, dtype=torch.float64)
         parts = (torch.arange(len(new)) + torch.rand(len(new), dtype=torch.float64)) / len(new)
-        rows = torch.searchsorted(ends, (parts * ends[-1]).to(dtype), right=True).clamp(max=len(ends) - 1)
+        rows = torch.searchsorted(ends, parts * ends[-1], right=True).clamp(max=len(ends) - 1)
         weights = priorities[rows] ** -BETA
         weights = weights / weights.max()
         priorities[rows] = new**ALPHA
@@ -104,8 +105,7 @@ def torchrl(errors: Tensor, new: Tensor) -> Iterator[Tensor]:
 
 def figures(clone: Path | None) -> list[dict]:
     """A line for each sampler and size."""
-    made = {"two_levels": two_levels, "flat,_float64": flat}
-    made |= {"flat,_float32": partial(flat, dtype=torch.float32)}
+    made = {"two_levels": two_levels, "flat": flat}
     made |= {"CleanRL": partial(cleanrl, clone=clone)} if clone else {}
     made |= {"TorchRL": torchrl} if find_spec("torchrl") else {}
     lines = []
