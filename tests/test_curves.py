@@ -79,6 +79,13 @@ def curve(job: str, last: int = 1_000_000) -> dict:
     return {"format": 1, "sweep": SWEEP, "job": job, "gpu_seconds": [], "gpu_utilization": []} | points
 
 
+def test_a_variant_has_a_colour_and_a_seed_a_line():
+    runs = [line(seed, 1.0, variant=variant, job=f"{variant}{seed}") for variant in "ab" for seed in (1, 2)]
+    [axis] = learning.plot_variants(runs, [curve(run["job"]) for run in runs]).axes
+    assert [drawn.get_color() for drawn in axis.lines] == ["C0", "C0", "C1", "C1"]
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["a", "b"]
+
+
 def log(runs: Path, seed: int, episodes: int) -> None:
     """What a run leaves that has logged episodes of a thousand steps and a second, and has not ended."""
     runs.mkdir(parents=True)
