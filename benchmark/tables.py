@@ -107,7 +107,7 @@ def machine(lines: list[dict]) -> str:
     """What the runs of one machine were made with: one line."""
     *_, gpu, _, sharing = machine_of(lines[0])
     shared = f", {sharing} runs at a time on it, each with its share of the cores" if sharing > 1 else ""
-    return f"{processor(lines[0])}; {f'{gpu}{shared}' if gpu else 'no GPU'}; {packages_and_commits(lines)}"
+    return f"{processor(lines[0])}; {f'{gpu}{shared}; ' if gpu else ''}{packages_and_commits(lines)}"
 
 
 def packages(lines: list[dict]) -> str:

@@ -517,7 +517,7 @@ if __name__ == "__main__":
             losses[name].copy_(value.detach())  # [fast: losses in place]
 
     def log_losses() -> None:
-        """Write the latest losses; one that is not finite ends the run, as such an observation does."""
+        """Write the latest losses; a loss or an observation that is not finite ends the run."""
         for name, loss in zip(losses, torch.stack([*losses.values()]).tolist(), strict=True):  # sync
             writer.add_scalar(f"losses/{name}", loss, global_step)
             if not math.isfinite(loss):

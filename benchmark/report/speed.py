@@ -57,13 +57,13 @@ def speed_table(lines: list[dict]) -> str:
         modes, task = by_mode(group), f"{algorithm}{f', {env_id}, {steps:,} steps' if several else ''}: "
         for mode, runs in modes.items():
             name = (task if mode == next(iter(modes)) else "…") + name_of(mode, runs)  # a task stands once
-            cells = [speeds(runs), ratio(runs, modes.get("eager")), ratio(runs, modes.get("sbx"))]
+            cells = [speeds(runs), ratio(runs, modes.get("eager"))]
             for cold in (True, False):
                 started = [line for line in runs if line.get("cold_start") is cold]
                 cells.append(median_of(started, "startup_seconds"))
             busy = busy_per_million(runs) if on_gpu else None
             rows.append([name, *cells, "" if busy is None else f"{busy:.0f}"])
-    header = ["", "steps/s, median (range)", "x eager (by seed)", "x SBX (by seed)", "start-up cold, s"]
+    header = ["", "steps/s, median (range)", "x eager (by seed)", "start-up cold, s"]
     return markdown([*header, "warm, s", "GPU-busy s per 1M steps that learn"], rows)
 
 
