@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from capture import without_inductor
 from envs import ScriptedGames
 from torch import Tensor
 
@@ -55,6 +56,7 @@ def main(folder: str, name: str, *args: str) -> None:
 
     sys.argv = [name, *args]
     with (
+        without_inductor(),
         patch("envpool.make", ScriptedGames),
         patch("torch.randperm", shuffled),
         patch("torch.distributed.broadcast", sent),

@@ -34,7 +34,7 @@ LEARN = {
 # Of a script with a memory a minibatch is whole environments.
 WHOLE = ("--num-envs", 32, "--num-steps", 8, "--num-minibatches", 4, "--update-epochs", 5)
 # One of what is alike; with a memory they learn a cue instead.
-BALANCE = ("sac_continuous_action", "fast_sac", "ppo_continuous_action", "ppo", "pqn")
+BALANCE = ("sac_continuous_action", "ppo_continuous_action", "ppo", "pqn")
 # Compiled, by its command line: every twin computes what its eager script does (tests/test_twins.py).
 COMPILED = "dqn_torchcompile"
 # Values near those that there are.

@@ -155,6 +155,8 @@ TRACED += [("ppo_continuous_action", (), "nn.Tanh(),", "nn.ReLU(),")]
 # compiles the others without it, tests/test_gpu.py with it on a GPU; benchmark's profiles run all with it.
 LIKE_ANOTHER = ("td3_continuous_action", "fast_sac", "ppo", "ppo_lstm", "ppo_atari_lstm_envpool")
 LIKE_ANOTHER += ("pqn_atari_envpool",)
+# How many functions of each are compiled: not the policies that act in NumPy.
+GRAPHS = dict.fromkeys(SCRIPTS, 3) | {"dqn": 1, "ppo": 2, "ppo_continuous_action": 2, "pqn": 2}
 
 
 def train(case: tuple, twin: str = "", *flags) -> dict:
@@ -182,7 +184,8 @@ def train_compiled(case: tuple) -> dict:
         result = train(case, "_torchcompile", "--compile", *often, "--eval-every", 10, "--eval-episodes", 1)
     assert len(result["logged"]["charts/eval_return"]) >= 2
     graphs = counters["stats"]["unique_graphs"]
-    assert {*compiled} == {graphs} != {0}
+    assert {*compiled} == {graphs}
+    assert graphs == GRAPHS[case[0]] or case in TRACED
     # A graph that autograd would have to go back through is not kept by the cache before it has.
     kept = counters["aot_autograd"]["autograd_cache_saved"] + counters["aot_autograd"]["autograd_cache_hit"]
     assert kept == graphs or case in TRACED
