@@ -536,8 +536,8 @@ if __name__ == "__main__":
     def update_actor(obs: Tensor) -> None:
         """One gradient step of the actor on obs (batch_size, obs_dim)."""
         actions, log_prob = sample_actions(*flat_actor(obs[:, -actor_dim:]))  # [fast: flat]
-        qf_values = (flat_qf(obs, actions).softmax(2) * support).sum(2)  # [fast: both critics at once]
-        qf_values = qf_values.mean(0)  # the mean, where SAC has the lower one
+        qf1_values, qf2_values = ((qf(obs, actions).softmax(1) * support).sum(1) for qf in (qf1, qf2))
+        qf_values = (qf1_values + qf2_values) / 2  # the mean, where SAC has the lower one
         actor_loss = (log_alpha.detach().exp() * log_prob[:, 0] - qf_values).mean()  # SAC, equation 7
         actor_optimizer.minimize(actor_loss)  # [fast: flat]
         record(actor_loss=actor_loss, entropy=-log_prob.mean())
