@@ -184,7 +184,7 @@ def train_compiled(case: tuple) -> dict:
         result = train(case, "_torchcompile", "--compile", *often, "--eval-every", 10, "--eval-episodes", 1)
     assert len(result["logged"]["charts/eval_return"]) >= 2
     graphs = counters["stats"]["unique_graphs"]
-    assert {*compiled} == {graphs}
+    assert {*compiled} == {graphs} != {0}
     assert graphs == GRAPHS[case[0]] or case not in CASES
     # A graph that autograd would have to go back through is not kept by the cache before it has.
     kept = counters["aot_autograd"]["autograd_cache_saved"] + counters["aot_autograd"]["autograd_cache_hit"]

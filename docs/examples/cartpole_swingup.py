@@ -2,7 +2,7 @@
 
     ./run.sh train ppo_on_device_torchcompile --compile --cudagraphs \
         --env-id docs.examples.cartpole_swingup:CartpoleSwingup \
-        --total-timesteps 10_000_000 --num-steps 128 --num-minibatches 64 --gamma 0.99
+        --total-timesteps 20_000_000 --num-steps 128 --num-minibatches 64 --gamma 0.995
 
 `step` returns what `Pendulum.step` of the script does.
 """
