@@ -220,8 +220,8 @@ def project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
     """
     most = len(support) - 1
     index = ((atoms - support[0]) * (most / (support[-1] - support[0]))).clamp(0, most)
-    lower = index.floor().clamp(max=most - 1)
-    upper_share, lower = index - lower, lower.nan_to_num().long()  # NaN is no index, and stays in the share
+    lower = index.int().clamp(0, most - 1)  # int32 is faster; NaN becomes an index, and stays in the share
+    upper_share, lower = index - lower, lower.long()
     projected = torch.zeros_like(probs).scatter_add(1, lower, probs * (1 - upper_share))
     return projected.scatter_add(1, lower + 1, probs * upper_share)
 

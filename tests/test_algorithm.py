@@ -118,6 +118,9 @@ def test_float32_is_enough_for_many_steps_and_any_support(script):
         actual = script["project"](torch.full((1, 101), 1 / 101), support[None], support)
         torch.testing.assert_close(actual.sum(), torch.tensor(1.0))
         assert actual.min() >= 0
+        atoms = torch.stack([support, support.where(support < high, math.nan)])
+        nans = script["project"](torch.full((2, 101), 1 / 101), atoms, support).isnan().any(1)
+        assert nans.tolist() == [False, True]  # for the loss to tell
 
 
 # ---- Optimizers --------------------------------------------------------------------------------------------
