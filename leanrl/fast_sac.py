@@ -19,7 +19,7 @@ Deviations from the authors' code, the first for two cores of a CPU; docs/fast_s
 - 64 environments (4096), batches of 512 (8192), networks from 256 units (critics from 768, the actor 512);
 - float32 (bfloat16); gamma 0.99, values in [-100, 100] (0.97, [-20, 20]); 3-step returns (1-step);
 - two gradient steps, the actor's every second (8, every fourth); 79 steps before the first update (12);
-- actions are in [-1, 1] throughout, and the entropy is of these: `in_bounds` scales them for environments;
+- the entropy is of actions in [-1, 1], which `in_bounds` scales for environments (of scaled actions);
 - log(1 - tanh(u)^2) is written so that it is finite for every u (1e-6 is added to the difference);
 - observations are standardised by what the environments gave (by each batch that was drawn);
 - batches are drawn from all rows alike, without mirror images of them (as many from each environment);
@@ -113,6 +113,8 @@ class Args:
             raise ValueError("--buffer-size has to hold a batch, of whole steps of all environments")
         if self.v_min >= self.v_max:
             raise ValueError("--v-min has to be below --v-max")
+        if self.autotune and self.alpha == 0:
+            raise ValueError("--alpha 0 is never learnt: it takes --no-autotune")
 
 
 # ---- Networks ----------------------------------------------------------------------------------------------
@@ -149,7 +151,7 @@ class Actor(nn.Module):
         self.fc3 = nn.Linear(hidden_dim // 2, hidden_dim // 4, device=device)
         self.norm3 = nn.LayerNorm(hidden_dim // 4, device=device)
         self.fc_out = nn.Linear(hidden_dim // 4, 2 * action_dim, device=device)
-        nn.init.zeros_(self.fc_out.weight)  # first actions are noise alone
+        nn.init.zeros_(self.fc_out.weight)  # first actions are noise alone, of deviation 0.08
         nn.init.zeros_(self.fc_out.bias)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,8 +222,9 @@ def project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
     """
     most = len(support) - 1
     index = ((atoms - support[0]) * (most / (support[-1] - support[0]))).clamp(0, most)
-    lower = index.int().clamp(0, most - 1)  # int32 is faster; NaN becomes an index, and stays in the share
-    upper_share, lower = index - lower, lower.long()
+    lower = index.int().clamp(0, most - 1)  # whatever NaN is as an int32, here it is an index
+    upper_share = index - lower  # which NaN stays in, for the loss to tell
+    lower = lower.long()  # by way of int32, which is faster
     projected = torch.zeros_like(probs).scatter_add(1, lower, probs * (1 - upper_share))
     return projected.scatter_add(1, lower + 1, probs * upper_share)
 

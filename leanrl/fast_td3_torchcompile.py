@@ -214,8 +214,9 @@ def project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
     """
     most = len(support) - 1
     index = ((atoms - support[0]) * (most / (support[-1] - support[0]))).clamp(0, most)
-    lower = index.int().clamp(0, most - 1)  # int32 is faster; NaN becomes an index, and stays in the share
-    upper_share, lower = index - lower, lower.long()
+    lower = index.int().clamp(0, most - 1)  # whatever NaN is as an int32, here it is an index
+    upper_share = index - lower  # which NaN stays in, for the loss to tell
+    lower = lower.long()  # by way of int32, which is faster
     projected = torch.zeros_like(probs).scatter_add(1, lower, probs * (1 - upper_share))
     return projected.scatter_add(1, lower + 1, probs * upper_share)
 
@@ -476,7 +477,7 @@ if __name__ == "__main__":
         obs, actions = buffer[rows[:, 0], : obs_dim + action_dim].split([obs_dim, action_dim], dim=1)
         outcomes = buffer[rows, obs_dim + action_dim : -obs_dim]
         returns, discounts, last = n_step_returns(outcomes, ages // args.num_envs, args.gamma)
-        # [fast: one graph] Stacked, or a CPU would compute them anew for each few atoms.
+        # [fast: one graph] Stacked, so that Inductor keeps them: else it computes them for each few atoms.
         returns, discounts = torch.stack([returns, discounts]).unbind()
         next_obs = buffer[rows.gather(1, last)[:, 0], -obs_dim:]
         return obs_normalizer(obs), actions, returns, discounts, obs_normalizer(next_obs)
