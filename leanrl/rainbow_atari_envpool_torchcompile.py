@@ -34,6 +34,7 @@ Deviations from the paper; the first three are CleanRL's:
 - priorities are powers of the cross-entropy, not of the KL divergence;
 - weights of a batch are divided by the largest of the batch, not of all transitions;
 - evaluation has no noise on the weights (without --noisy: no random actions);
+- without --noisy epsilon falls over a tenth of the run, from its first step (paper: over 62,500 steps);
 - the gradient steps come before the environment step: they see the buffer up to n steps before;
 - the step after the end of a game or life is no transition: EnvPool's `reset` cannot go on after a lost life;
 - a truncated game bootstraps from the value of its final observation.
@@ -75,7 +76,8 @@ from tqdm import tqdm
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
-FIXED = ("env_id", "num_envs", "buffer_size", "learning_rate", "v_min", "v_max")  # what --resume keeps
+FIXED = ("env_id", "num_envs", "buffer_size", "learning_rate", "v_min", "v_max", "n_atoms")  # --resume keeps
+FIXED += ("dueling", "noisy", "distributional", "prioritized_replay_alpha")
 
 
 @dataclass(config={"allow_inf_nan": False})  # pydantic checks the types, tyro prints what it says
@@ -267,7 +269,7 @@ def project(probs: Tensor, atoms: Tensor, support: Tensor) -> Tensor:
 
 
 # The replay buffer: what a row has, the file that may hold frames, and all else.
-ACTION, REWARD, TERMINATED, OVER, VALID, OLDER = range(6)
+ACTION, REWARD, TERMINATED, ENDED, VALID, OLDER = range(6)
 
 
 def open_frames(file: Path, shape: tuple[int, ...], anew: bool) -> np.memmap:
@@ -407,7 +409,7 @@ class Replay:
             self.frames[:used] = saved.pop("frames")
         # No return goes on into the games that begin now.
         of_games = self.buffer.view(self.num_steps, self.num_envs, -1)
-        of_games[(steps - 2) % self.num_steps, :, OVER] = 1
+        of_games[(steps - 2) % self.num_steps, :, ENDED] = 1
         of_games[(steps - 1) % self.num_steps, :, VALID] = 0
 
 
@@ -622,6 +624,8 @@ if __name__ == "__main__":
         """One gradient step on a new batch, whose rows get new priorities."""
         rows, priorities, weights = replay.draw(args.batch_size, beta)
         obs, actions, returns, discounts, next_obs = replay.transitions(rows)
+        # [fast: one graph] Stacked, so that Inductor keeps them: else it finds the frame anew for each pixel.
+        obs, next_obs = torch.stack([obs, next_obs]).unbind()
         each = torch.arange(args.batch_size, device=device)
         with torch.no_grad():
             next_logits = flat_target(next_obs)  # [fast: flat]

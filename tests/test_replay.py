@@ -192,6 +192,17 @@ def test_sums_do_not_drift_and_rows_that_must_not_be_drawn_stay_so():
     assert replay.max_priority > 1e3
 
 
+def test_a_row_that_is_complete_has_the_highest_priority_so_far():
+    replay = SCRIPT["Replay"](SCRIPT["Args"](buffer_size=40, batch_size=4, n_step=2), CPU)
+    obs, outcomes = torch.zeros(1, 4, 84, 84, dtype=torch.uint8), torch.tensor([[0.0, 0, 0, 0, 1, 3]])
+    for step in range(5):
+        replay.move_to(step, obs.numpy())
+        replay.store(obs, outcomes)
+        if step == 3:
+            replay.reprioritise(torch.tensor([0]), torch.ones(1), torch.tensor([7.0]))
+    assert replay.priorities.flatten()[:5].tolist() == [7, 1, 7, 0, 0]
+
+
 def test_a_place_beyond_all_rows_has_no_weight():
     """As by rounding; and a replay buffer without a row has no weights at all."""
     replay, _ = with_priorities(1000)
@@ -307,6 +318,11 @@ def test_gradient_steps_are_those_of_the_papers(name, options):
     conftest.assert_steps_by_hand(result, result | {"state": state, "losses": losses}, RATE)
     assert_close(replay.priorities, plain.priorities, rtol=1e-3, atol=1e-4)
     assert_close(replay.max_priority, plain.max_priority, rtol=1e-3, atol=1e-4)
+    # A copy would have the mode of what it copies.
+    assert result["state"]["q_network"].training and result["state"]["target_network"].training
+    with patch("torch.randn_like", wraps=torch.randn_like) as noise:
+        result["act"](torch.zeros(2, 4, 84, 84, dtype=torch.uint8))
+    assert noise.called == args.noisy
 
 
 @each
