@@ -33,5 +33,5 @@ def table(lines: list[dict]) -> str:
         for key, digits in (("episodic_return", 1), ("episodic_length", 0), ("velocity_error", 2)):
             cells.append(", ".join(f"{of[seed][key]:.{digits}f}" if seed in of else "-" for seed in seeds))
         rows.append([*cells, f"{statistics.mean(run['velocity'] for run in runs):.2f}"])
-    header = ["steps, penalties", "minutes", f"return, seeds {', '.join(map(str, seeds))}", "length"]
+    header = ["steps, penalties", "minutes", f"return, seed {', '.join(map(str, seeds))}", "length"]
     return markdown([*header, "velocity error, m/s", "commanded, m/s"], rows)
