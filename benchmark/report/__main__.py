@@ -30,7 +30,8 @@ MARKED = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTA
 
 # Tables of runs and of the literature, by kind.
 TABLES = {
-    "speed": speed.speed_table,
+    # Without a flag a twin is for debugging.
+    "speed": lambda lines: speed.speed_table([line for line in lines if line["mode"] != "twin"]),
     "algorithms": lambda lines: speed.algorithms_table([*lines, *environments.published_runs(64)]),
     "libraries": speed.algorithms_table,
     "beside_original": speed.beside_original_table,
