@@ -506,7 +506,7 @@ if __name__ == "__main__":
         obs, actions = buffer[rows[:, 0], : obs_dim + action_dim].split([obs_dim, action_dim], dim=1)
         outcomes = buffer[rows, obs_dim + action_dim : -obs_dim]
         returns, discounts, last = n_step_returns(outcomes, ages // args.num_envs, args.gamma)
-        # [fast: one graph] Stacked, so that Inductor keeps them: else it computes them for each few atoms.
+        # [fast: one graph] Stacked, so that Inductor keeps them: else it computes them for every few atoms.
         returns, discounts = torch.stack([returns, discounts]).unbind()
         next_obs = buffer[rows.gather(1, last)[:, 0], -obs_dim:]
         return obs_normalizer(obs), actions, returns, discounts, obs_normalizer(next_obs)
@@ -541,7 +541,7 @@ if __name__ == "__main__":
     def update_actor(obs: Tensor) -> None:
         """One gradient step of the actor on obs (batch_size, obs_dim)."""
         actions, log_prob = sample_actions(*flat_actor(obs[:, -actor_dim:]))  # [fast: flat]
-        # Not [fast: both critics at once]: Inductor 2.13 gives NaN as its gradient in bfloat16 on a CPU.
+        # Not at once: in bfloat16 Inductor 2.13 gives NaN as the gradient of a batched layer norm on a CPU.
         qf1_values, qf2_values = ((qf(obs, actions).softmax(1) * support).sum(1) for qf in (qf1, qf2))
         qf_values = (qf1_values + qf2_values) / 2  # the mean, where SAC has the lower one
         actor_loss = (log_alpha.detach().exp() * log_prob[:, 0] - qf_values).mean()  # SAC, equation 7

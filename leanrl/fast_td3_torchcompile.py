@@ -477,7 +477,7 @@ if __name__ == "__main__":
         obs, actions = buffer[rows[:, 0], : obs_dim + action_dim].split([obs_dim, action_dim], dim=1)
         outcomes = buffer[rows, obs_dim + action_dim : -obs_dim]
         returns, discounts, last = n_step_returns(outcomes, ages // args.num_envs, args.gamma)
-        # [fast: one graph] Stacked, so that Inductor keeps them: else it computes them for each few atoms.
+        # [fast: one graph] Stacked, so that Inductor keeps them: else it computes them for every few atoms.
         returns, discounts = torch.stack([returns, discounts]).unbind()
         next_obs = buffer[rows.gather(1, last)[:, 0], -obs_dim:]
         return obs_normalizer(obs), actions, returns, discounts, obs_normalizer(next_obs)

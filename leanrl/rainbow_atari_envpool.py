@@ -63,8 +63,8 @@ from tqdm import tqdm
 # ---- Arguments ---------------------------------------------------------------------------------------------
 Fraction = Annotated[float, Field(ge=0, le=1)]
 JSON = tyro.conf.arg(constructor=json.loads, metavar="JSON")
-FIXED = ("env_id", "num_envs", "buffer_size", "learning_rate", "v_min", "v_max", "n_atoms")  # --resume keeps
-FIXED += ("dueling", "noisy", "distributional", "prioritized_replay_alpha")
+FIXED = ("env_id", "num_envs", "buffer_size", "learning_rate", "v_min", "v_max", "n_atoms")
+FIXED += ("dueling", "noisy", "distributional", "prioritized_replay_alpha")  # what --resume keeps
 
 
 @dataclass(config={"allow_inf_nan": False})  # pydantic checks the types, tyro prints what it says

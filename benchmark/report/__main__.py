@@ -30,7 +30,7 @@ MARKED = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTA
 
 # Tables of runs and of the literature, by kind.
 TABLES = {
-    # Without a flag a twin is for debugging.
+    # Without twins that have no flag, which are for debugging.
     "speed": lambda lines: speed.speed_table([line for line in lines if line["mode"] != "twin"]),
     "algorithms": lambda lines: speed.algorithms_table([*lines, *environments.published_runs(64)]),
     "libraries": speed.algorithms_table,

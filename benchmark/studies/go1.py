@@ -1,4 +1,4 @@
-"""The table of benchmark/results/go1.jsonl: a quadruped learns to walk. docs/fast_td3.md has the commands."""
+"""The tables of a quadruped that learns to walk. docs/fast_td3.md and docs/fast_sac.md have the commands."""
 
 import statistics
 
@@ -33,5 +33,5 @@ def table(lines: list[dict]) -> str:
         for key, digits in (("episodic_return", 1), ("episodic_length", 0), ("velocity_error", 2)):
             cells.append(", ".join(f"{of[seed][key]:.{digits}f}" if seed in of else "-" for seed in seeds))
         rows.append([*cells, f"{statistics.mean(run['velocity'] for run in runs):.2f}"])
-    header = ["steps, penalties", "minutes", f"return, seed {', '.join(map(str, seeds))}", "length"]
+    header = ["steps, penalties", "minutes", f"return by seed ({', '.join(map(str, seeds))})", "length"]
     return markdown([*header, "velocity error, m/s", "commanded, m/s"], rows)
