@@ -59,6 +59,7 @@ def test_arguments_have_to_fit_together(name):
     if name in OFF_POLICY:
         wrong = {"--buffer-size has to": {"buffer_size": 65, "num_envs": 8, "batch_size": 65}}
         wrong |= {"--v-min": {"v_min": 5, "v_max": 5}} if takes(name, "v_min") else {}
+        wrong |= {"--alpha": {"alpha": 0}} if takes(name, "target_entropy_ratio") else {}
     else:
         fits = {"num_envs": 4, "num_steps": 25, "num_minibatches": 2, "total_timesteps": 100}
         load(name)["Args"](**fits)

@@ -272,10 +272,9 @@ def known(name: str, *options) -> dict:
         buffer[:, 4] = torch.randint(3, (len(buffer),)).float()
     if name in FAST:  # over, which truncated rows are, too
         buffer[:, 8] = torch.maximum(buffer[:, 7], (torch.rand(len(buffer)) < 0.2).float())
-    for critic in (
-        item for key, item in result["state"].items() if key.startswith("qf") and name not in FAST
-    ):
-        size = critic.fc1.in_features  # values around 0, so that neither critic is always the lower one
+    critics = [] if name in FAST else [item for key, item in result["state"].items() if key.startswith("qf")]
+    for critic in critics:  # values around 0, so that neither is always the lower one
+        size = critic.fc1.in_features
         with torch.no_grad():
             critic.fc3.bias -= critic(buffer[:, : size - 1], buffer[:, size - 1 : size]).mean()
     return result
