@@ -128,6 +128,47 @@ class Args:
             raise ValueError("--v-min has to be below --v-max")
 
 
+# ---- Environment -------------------------------------------------------------------------------------------
+def make_env(args: Args, videos: Path | None) -> gym.Env:
+    """Build an environment whose observations are vectors; its first episode is filmed into `videos`."""
+    env = gym.make(args.env_id, **args.env_kwargs, **({"render_mode": "rgb_array"} if videos else {}))
+    if videos:
+        env = gym.wrappers.RecordVideo(env, str(videos), lambda episode: episode == 0, disable_logger=True)
+    flat = gym.spaces.flatten_space(env.observation_space)
+    return env if env.observation_space == flat else gym.wrappers.FlattenObservation(env)
+
+
+def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEnv:
+    """Build environments; the step that ends an episode also resets its environment (SAME_STEP)."""
+    module, _, env_id = args.env_id.rpartition(":")
+    if module:  # beside the script, in the current folder or installed
+        sys.path.append(str(Path.cwd()))
+        importlib.import_module(module)
+    if gym.spec(env_id).entry_point is None:  # it makes many at once, as pool.py's do
+        envs = gym.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point", **args.env_kwargs)
+    else:
+        env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(num_envs)]
+        envs = Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
+        sys.exit(f"--env-id takes environments with SAME_STEP autoreset, not {envs.metadata}")
+    return envs
+
+
+class Envs(SyncVectorEnv):
+    """Environments stepped in turn, whose infos have `final_obs` alone: merging the rest is slow."""
+
+    def _add_info(self, infos: dict, info: dict, index: int) -> dict:
+        if "final_obs" in info:
+            infos.setdefault("final_obs", {})[index] = np.array(info["final_obs"])  # a copy: it may be reused
+        return infos
+
+
+def in_bounds(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
+    """Scale actions (n, action_dim) from [-1, 1] to the bounds of a space; scaling may round past them."""
+    middle, half = (space.high + space.low) / 2, (space.high - space.low) / 2
+    return (middle + actions * half).clip(space.low, space.high)
+
+
 # ---- Networks ----------------------------------------------------------------------------------------------
 class QNetwork(nn.Module):
     """Distributions of returns: (batch, obs_dim) and (batch, action_dim) to logits (batch, num_atoms)."""
@@ -310,47 +351,6 @@ class Compiled:
                 raise RuntimeError(f"a tensor of shape {[*tensor.shape]} was replaced: write to it in place")
         self.inputs = inputs
         return result
-
-
-# ---- Environment -------------------------------------------------------------------------------------------
-def make_env(args: Args, videos: Path | None) -> gym.Env:
-    """Build an environment whose observations are vectors; its first episode is filmed into `videos`."""
-    env = gym.make(args.env_id, **args.env_kwargs, **({"render_mode": "rgb_array"} if videos else {}))
-    if videos:
-        env = gym.wrappers.RecordVideo(env, str(videos), lambda episode: episode == 0, disable_logger=True)
-    flat = gym.spaces.flatten_space(env.observation_space)
-    return env if env.observation_space == flat else gym.wrappers.FlattenObservation(env)
-
-
-def make_envs(args: Args, num_envs: int, videos: Path | None = None) -> VectorEnv:
-    """Build environments; the step that ends an episode also resets its environment (SAME_STEP)."""
-    module, _, env_id = args.env_id.rpartition(":")
-    if module:  # beside the script, in the current folder or installed
-        sys.path.append(str(Path.cwd()))
-        importlib.import_module(module)
-    if gym.spec(env_id).entry_point is None:  # it makes many at once, as pool.py's do
-        envs = gym.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point", **args.env_kwargs)
-    else:
-        env_fns = [partial(make_env, args, videos if index == 0 else None) for index in range(num_envs)]
-        envs = Envs(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
-    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
-        sys.exit(f"--env-id takes environments with SAME_STEP autoreset, not {envs.metadata}")
-    return envs
-
-
-class Envs(SyncVectorEnv):
-    """Environments stepped in turn, whose infos have `final_obs` alone: merging the rest is slow."""
-
-    def _add_info(self, infos: dict, info: dict, index: int) -> dict:
-        if "final_obs" in info:
-            infos.setdefault("final_obs", {})[index] = np.array(info["final_obs"])  # a copy: it may be reused
-        return infos
-
-
-def in_bounds(actions: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
-    """Scale actions (n, action_dim) from [-1, 1] to the bounds of a space; scaling may round past them."""
-    middle, half = (space.high + space.low) / 2, (space.high - space.low) / 2
-    return (middle + actions * half).clip(space.low, space.high)
 
 
 # ---- Run ---------------------------------------------------------------------------------------------------
@@ -588,7 +588,7 @@ if __name__ == "__main__":
         for name, item in state.items():
             item.load_state_dict(saved[name])
     else:
-        print("without --compile or a captured graph the eager script is faster", file=sys.stderr)
+        print("neither --compile nor a captured graph: this is for debugging", file=sys.stderr)
     if args.cudagraphs and not cudagraphs:
         print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
 

@@ -582,7 +582,7 @@ if __name__ == "__main__":
         for name, item in state.items():
             item.load_state_dict(saved[name])
     else:
-        print("without --compile or a captured graph the eager script is faster", file=sys.stderr)
+        print("neither --compile nor a captured graph: this is for debugging", file=sys.stderr)
     if args.cudagraphs and not cudagraphs:
         print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
 

@@ -710,7 +710,7 @@ if __name__ == "__main__":
             item.load_state_dict(saved[name])
         memory.zero_()
     else:
-        print("without --compile or a captured graph the eager script is faster", file=sys.stderr)
+        print("neither --compile nor a captured graph: this is for debugging", file=sys.stderr)
     if args.cudagraphs and not cudagraphs:
         print("CUDA graphs need a CUDA device: running without them", file=sys.stderr)
 

@@ -57,8 +57,8 @@ def test_what_scripts_share_is_the_same_text(file):
 @every
 def test_a_script_has_its_sections_and_a_loop_that_fits_on_a_screen(name):
     sections = re.findall(r"(?m)^ *# ---- (\w+).* -+$", text(name))
-    told = f"give it the ruled sections {SECTIONS}, which tests look for"
-    assert sorted(sections) == sorted(SECTIONS), told
+    told = f"give it the ruled sections {SECTIONS}, in this order"
+    assert sections == SECTIONS, told
     nodes = ast.walk(ast.parse(text(name)))
     [loop] = [n for n in nodes if isinstance(n, ast.While) and ast.unparse(n.test) == "not last"]
     length = loop.end_lineno - loop.lineno
