@@ -6,7 +6,6 @@ Runs the script NAME, its games in place of EnvPool's, and writes FOLDER/<rank>.
 """
 
 import os
-import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +13,9 @@ from unittest.mock import patch
 
 import torch
 from capture import without_inductor
+from conftest import run
 from envs import ScriptedGames
 from torch import Tensor
-
-LEANRL = Path(__file__).parent.parent / "leanrl"
 
 
 class Order:
@@ -54,14 +52,13 @@ def main(folder: str, name: str, *args: str) -> None:
         torch.rand(rank)  # as environments may that draw from PyTorch's generator
         return randperm(*args, **options) if folder == "-" else Order(randperm(*args, **options), kept)
 
-    sys.argv = [name, *args]
     with (
         without_inductor(),
         patch("envpool.make", ScriptedGames),
         patch("torch.randperm", shuffled),
         patch("torch.distributed.broadcast", sent),
     ):
-        runpy.run_path(str(LEANRL / f"{name}.py"), run_name="__main__")
+        run(name, *args, directory=Path.cwd())
     if folder != "-":
         torch.save(kept, Path(folder) / f"{rank}.pt")
 

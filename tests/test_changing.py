@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 import torch
 from capture import captured_on_cpu, without_inductor
-from conftest import EACH_STEP, ROOT, assert_same_numbers, changed, draws_of_a_twin, named, play, run
+from conftest import (
+    EACH_STEP,
+    ON_DEVICE,
+    ROOT,
+    assert_same_numbers,
+    changed,
+    draws_of_a_twin,
+    named,
+    play,
+    run,
+)
 from envs import scripted_rows
 
 SECTIONS = re.split(r"(?m)^## ", (ROOT / "docs" / "changing.md").read_text())
@@ -136,25 +146,17 @@ def test_masked_actions_are_never_taken():
 
 def test_discrete_actions_on_the_device():
     """The eager file, its twin and the compiled twin compute the same; the pole is balanced for longer."""
-    name, results = "ppo_on_device", []
-    args = (
-        "--env-id",
-        "docs.examples.cart_pole:CartPole",
-        "--num-envs",
-        4,
-        "--num-steps",
-        128,
-        "--gamma",
-        0.99,
-    )
+    eager, twin = ON_DEVICE
+    results = []
+    args = ("--env-id", "docs.examples.cart_pole:CartPole", "--num-envs", 4, "--num-steps", 128)
     args += ("--gamma", 0.99, "--num-minibatches", 4, "--log-every", 512, "--no-anneal-lr")
-    with example("Discrete", name):
-        results.append(run(name, *args, "--total-timesteps", 2048))
-    with example("Discrete", f"{name}_torchcompile"):
-        results.append(run(f"{name}_torchcompile", *args, "--total-timesteps", 2048))
-        assert_same_numbers(*results)
-        results.append(run(f"{name}_torchcompile", *args, "--total-timesteps", 40_000, "--compile"))
-    before, after = (result["summary"]["episodic_return_10"] for result in results[1:])
+    for name, *flags in ((eager,), (twin,), (twin, "--compile")):
+        with example("Discrete", name), without_inductor():
+            results.append(run(name, *args, "--total-timesteps", 2048, *flags))
+            assert_same_numbers(results[0], results[-1])
+    with example("Discrete", eager):
+        results.append(run(eager, *args, "--total-timesteps", 40_000))
+    before, after = (results[index]["summary"]["episodic_return_10"] for index in (0, -1))
     assert after > 150 > 100 > before
     assert 0 < results[-1]["losses"]["entropy"] < np.log(2)
 

@@ -50,14 +50,8 @@ LATER = count(9_000_000_000)  # TensorBoard reads the files of a folder by the s
 
 def short(name: str, steps: int = 300) -> tuple:
     """The arguments for a short run, at the end of which some of a gradient step is due."""
-    rate = ("--train-frequency", 7)
-    rate = (
-        rate
-        if name in (*DQN, *RAINBOW)
-        else ("--num-updates", 1)
-        if name in MANY
-        else ("--updates-per-step", 0.7)
-    )
+    rate = () if name in MANY else ("--updates-per-step", 0.7)
+    rate = ("--train-frequency", 7) if name in (*DQN, *RAINBOW) else rate
     small = ("--batch-size", 8, "--buffer-size", CAPACITY[name], *rate) if name in OFF_POLICY else ()
     small += ("--exploration-fraction", 1) if name in Q_LEARNING else ()
     small += ("--no-noisy",) if name in RAINBOW else ()

@@ -98,8 +98,6 @@ def test_actions_of_several_parts_are_learnt():
 def test_learns_to_balance(name):
     """At random a return is 3 or so; seeds 1 to 3 reach 87 to 99."""
     steps, _, args = learn(name)
-    args += ["--v-max", 20] if takes(name, "v_max") else []
-    args += ["--num-updates", 1] if takes(name, "num_updates") else []
     options = (*world(name, "Balance"), *args, "--gamma", 0.95, "--total-timesteps", steps)
     if name == COMPILED:
         process = conftest.cli(name, *options, "--compile", "--no-cuda")

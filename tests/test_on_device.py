@@ -286,7 +286,7 @@ def test_checkpoints_of_either_are_evaluated_and_what_is_unknown_is_refused(tmp_
 @pytest.mark.parametrize("name", PAIR)
 def test_nothing_leaves_the_device_but_for_the_log(name):
     waits = []
-    for rollouts in (2, 8):
+    for rollouts in (2, 4):
         with counted_traffic() as traffic:
             run(name, *SIZES, "--log-every", 1000, "--total-timesteps", 24 * rollouts, cuda=True)
         waits.append([traffic.counts[event] for event in ("to the device", "to the host", "wait")])
@@ -306,5 +306,5 @@ def test_a_class_of_ones_own_is_trained_compiled_and_goes_on(tmp_path):
 @pytest.mark.slow
 def test_the_pendulum_is_swung_up():
     args = ("--num-envs", 256, "--total-timesteps", 600_000, "--eval-every", 10**6)
-    result = run(PAIR[1], *args, "--compile")
+    result = run(PAIR[0], *args)
     assert np.mean(result["summary"]["eval_returns"]) > -400

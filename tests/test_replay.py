@@ -62,9 +62,8 @@ def assert_holds(replay, games: list[list[Row]], actions: list[np.ndarray], kept
     return len(kinds)
 
 
-@pytest.mark.parametrize("in_file", [False, True])
 @pytest.mark.parametrize("case", [(1, 3, 1000), (1, 1, 40), (3, 3, 101), (3, 5, 60)])
-@each
+@pytest.mark.parametrize(("name", "in_file"), zip(RAINBOW, (False, True), strict=True))
 def test_rows_that_may_be_drawn_are_what_the_games_went_through(name, case, in_file, tmp_path):
     """Ends, lost lives, cut games, the place that is written next, a run that goes on from a checkpoint."""
     num_envs, n_step, buffer_size = case
@@ -339,8 +338,9 @@ def test_beta_rises_to_1_and_epsilon_falls_unless_the_network_is_noisy(name):
 
 # ---- The file ----------------------------------------------------------------------------------------------
 KILLED = """
-import os, runpy, signal, sys
+import os, signal
 from unittest.mock import patch
+from conftest import play
 from envs import ScriptedGames
 
 step = ScriptedGames.step
@@ -350,8 +350,8 @@ def step_or_die(self, actions):
         os.kill(os.getpid(), signal.SIGKILL)
     return step(self, actions)
 
-with patch("envpool.make", ScriptedGames), patch.object(ScriptedGames, "step", step_or_die):
-    runpy.run_path(sys.argv[0], run_name="__main__")
+with patch.object(ScriptedGames, "step", step_or_die):
+    play(*{args}, directory=".")
 """
 
 
@@ -359,13 +359,12 @@ with patch("envpool.make", ScriptedGames), patch.object(ScriptedGames, "step", s
 def test_after_kill_9_a_run_goes_on_with_the_same_numbers_wherever_it_was(name, tmp_path):
     """Killed soon after a checkpoint, and when it has written over many of the frames before it."""
     args = ("--buffer-file", "frames", "--buffer-size", 80, "--checkpoint-every", 120, "--num-envs", 2)
-    args += ("--learning-starts", 20, "--batch-size", 4, "--train-frequency", 16, "--no-cuda", "--seed", 4)
-    script, results, steps = conftest.LEANRL / f"{name}.py", [], set()
+    args += ("--learning-starts", 20, "--batch-size", 4, "--train-frequency", 16, "--seed", 4)
+    results, steps = [], set()
     for folder, at in (("early", 94), ("late", 170)):
         (tmp_path / folder).mkdir()
-        code = f"import sys; sys.argv = {[str(script), *map(str, args)]!r}\n{KILLED.format(at=at)}"
         options = {"cwd": tmp_path / folder, "env": conftest.environment(), "capture_output": True}
-        process = subprocess.run([sys.executable, "-c", code], **options)
+        process = subprocess.run([sys.executable, "-c", KILLED.format(at=at, args=(name, *args))], **options)
         assert process.returncode == -9, process.stderr
         saved = torch.load(checkpoint(tmp_path / folder), weights_only=True)
         steps.add(saved["progress"][3])
