@@ -10,8 +10,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmark import LEANRL
+
 PACKAGES = ("torch", "tensordict", "gymnasium", "mujoco", "envpool", "stable-baselines3", "sbx-rl", "jax")
 PACKAGES += ("sb3-contrib", "cleanrl", "rltools", "torchrl")
+VERSION = (LEANRL / "sac_continuous_action.py").read_text().splitlines()[0].removeprefix("# LeanRL ")
 # For the interpreter that runs the command, which need not be this one: it leaves out the packages that it
 # does not have. Is the function of run.sh there, by which MKL takes the processor for Intel's?
 ASK = """
@@ -71,7 +74,7 @@ def provenance(command: Sequence[str | Path], env: dict[str, str], gpu: str | No
     asked, threads = json.loads(answer.splitlines()[-1]), env.get("OMP_NUM_THREADS", "")
     mkl = {"mkl": "as on Intel"} if asked["preloaded"] and "AuthenticAMD" in cpuinfo else {}
     return {
-        "versions": asked["versions"],
+        "versions": {"LeanRL": VERSION} | asked["versions"],
         "hardware": {"cpu": processor(cpuinfo), "cores": usable_cores(), "gpu": gpu} | mkl,
         "git_commit": commit(folder),
         "threads": int(threads) if threads.isdecimal() else None,

@@ -1,6 +1,6 @@
 """Tasks of Gymnasium whose velocities are hidden, for agents with a memory.
 
-    PYTHONPATH=$PWD ./run.sh train ppo_lstm --env-id benchmark.no_velocity:CartPoleNoVel-v1
+    ./run.sh train ppo_lstm --env-id benchmark.no_velocity:CartPoleNoVel-v1
 
 Names are as in the Stable-Baselines3 zoo, which shows zeros in place of velocities. Here they are left out.
 """

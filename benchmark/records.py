@@ -18,8 +18,6 @@ from benchmark.modes import MODES
 
 FORMAT = 1  # of both files; grows with every change that an older reader would misread
 Mode = Literal[*MODES]
-# A list where a run has several agents, in the order of its `seeds`: of results on record alone.
-Return = float | list[float | None] | None
 
 
 class Hardware(TypedDict):
@@ -52,8 +50,8 @@ class Done(Run):
 
     status: Literal["ok"]
     script: str
-    total_timesteps: int  # of each agent
-    sps: float | None  # agent steps per second, over all agents; None where the run was too short to tell
+    total_timesteps: int
+    sps: float | None  # agent steps per second; None where the run was too short to tell
     startup_seconds: float | None
     versions: dict[str, str | None]
     hardware: Hardware
@@ -81,10 +79,9 @@ class Measured(TypedDict, total=False):
     # area under the curve of GPU utilisation, start-up left out; None without a GPU
     gpu_busy_seconds: float | None
     gpu_memory_mb: float | None  # the most that was in use on the GPU
-    seeds: list[int]  # of the agents of a run that has several, as results on record
     ranks: int  # the processes of a run that has several
-    episodic_return: Return
-    episodic_return_10: Return
+    episodic_return: float | None
+    episodic_return_10: float | None
     git_commit: str | None
     peak_memory_mb: float  # the most that one process of the run held
 

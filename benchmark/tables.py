@@ -69,16 +69,10 @@ def fastest(modes: dict[str, list[dict]], among: tuple[str, ...]) -> list[dict] 
     return max((modes[mode] for mode in among if mode in modes), key=speed, default=None)
 
 
-def agents(line: dict) -> int:
-    """How many agents a run has trained: of results on record several."""
-    return len(line["seeds"]) if "seeds" in line else 1
-
-
 def name_of(mode: str, runs: list[dict]) -> str:
-    """The name of a mode of these runs; where a run has several agents or ranks, with their number."""
-    counts = {"agents": {agents(line) for line in runs}, "ranks": {line.get("ranks", 1) for line in runs}}
-    told = {what: "/".join(map(str, sorted(numbers))) for what, numbers in counts.items()}
-    return MODES[mode].label.format(**told)
+    """The name of a mode of these runs; where a run has several ranks, with their number."""
+    ranks = "/".join(map(str, sorted({line.get("ranks", 1) for line in runs})))
+    return MODES[mode].label.format(ranks=ranks)
 
 
 def machine_of(line: dict) -> tuple:

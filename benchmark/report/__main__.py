@@ -20,7 +20,6 @@ from pathlib import Path
 from benchmark import RESULTS, ROOT, records
 from benchmark.collection import COLLECTION
 from benchmark.report import learning, plots, speed
-from benchmark.studies import environments
 from benchmark.tables import machines, packages, timed
 from benchmark.terminal import refuse
 
@@ -32,10 +31,8 @@ MARKED = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTA
 TABLES = {
     # Without twins that have no flag, which are for debugging.
     "speed": lambda lines: speed.speed_table([line for line in lines if line["mode"] != "twin"]),
-    "algorithms": lambda lines: speed.algorithms_table([*lines, *environments.published_runs(64)]),
     "libraries": speed.algorithms_table,
     "beside_original": speed.beside_original_table,
-    "check": speed.check_table,
     "returns": learning.returns_table,
     "headline": partial(learning.returns_table, short=True),
     "ablation": learning.ablation_table,

@@ -6,9 +6,9 @@ from benchmark.modes import MODES
 from benchmark.report.speed import busy_per_million
 from benchmark.tables import by_mode, by_task, name_of, panels, speed, timed
 
-# The colours of Okabe and Ito, and four more which colour-blind readers can tell apart.
-HUES = ("#E69F00", "#56B4E9", "#0072B2", "#000000", "#009E73", "#D55E00", "#882255", "#44AA99", "#CC79A7")
-HUES += ("#F0E442", "#8C510A", "#5E3C99")
+# Colours of Okabe and Ito, and four more which colour-blind readers can tell apart.
+HUES = ("#E69F00", "#56B4E9", "#0072B2", "#000000", "#009E73", "#D55E00", "#882255", "#44AA99")
+HUES += ("#8C510A", "#5E3C99")
 GREYS = ("#BBBBBB", "#B0A090", "#908070", "#706050", "#999999", "#555555", "#303030")  # of other libraries
 COLOURS = dict(zip(MODES, GREYS + HUES, strict=True))
 

@@ -1,20 +1,17 @@
 """The tables of speed, returns and checks that README.md, docs/ and a sweep show."""
 
 import itertools
-import re
 import statistics
 
 from benchmark.collection import COLLECTION
 from benchmark.modes import LIBRARIES, MODES
 from benchmark.tables import (
-    agents,
     by,
     by_machine,
     by_mode,
     by_task,
     fastest,
     machine,
-    machine_of,
     machines,
     markdown,
     name_of,
@@ -24,7 +21,7 @@ from benchmark.tables import (
     timed,
 )
 
-PASSED, MISSED = "passed", "**missed**"
+MISSED = "**missed**"
 
 
 def median_of(lines: list[dict], key: str) -> str:
@@ -34,14 +31,14 @@ def median_of(lines: list[dict], key: str) -> str:
 
 
 def busy_per_million(runs: list[dict]) -> float | None:
-    """The seconds that the GPU is busy in a million agent steps that learn, over all agents: the median.
+    """The seconds that the GPU is busy in a million agent steps that learn: the median.
 
     It leaves out runs without a GPU, and those that learn for less than five seconds: the driver's figures
     are up to a second old, and on an H100 they were 0 for two and three seconds. None where no run is left.
     """
     values = []
     for line in runs:
-        steps = (line["total_timesteps"] - line.get("learning_starts", 0)) * agents(line)
+        steps = line["total_timesteps"] - line.get("learning_starts", 0)
         if line.get("gpu_busy_seconds") is not None and steps / line["sps"] >= 5:
             values.append(1e6 * line["gpu_busy_seconds"] / steps)
     return statistics.median(values) if values else None
@@ -93,46 +90,23 @@ def beside_original_table(lines: list[dict]) -> str:
     return markdown(header, rows)
 
 
-def task_of(env_id: str) -> str:
-    """The last part of an environment's name: CheetahRun-v1 of pool:EnvPool/CheetahRun-v1."""
-    return re.split("[:/]", env_id)[-1]
-
-
 def check_rows(lines: list[dict]) -> list[list[str]]:
-    """A row a check and mode of a sweep of checks; the last cell is its verdict."""
-    trained = [line for line in lines if line["status"] == "failed" or "episodic_return" in line]
-    # Results of 0.2 have the names that EnvPool itself gives to its tasks.
-    trained = [line | {"task": task_of(line["env_id"])} for line in trained]
-    groups = by(trained, "algorithm", "task", "steps", "mode")
-    rows, hosts = [], [machine_of(group[0]) for group in machines(trained)]
-    several = len(by(trained, "mode")) > 1
+    """A row a check and mode of a sweep of checks; the last cell is MISSED where a run is out of bounds."""
+    groups, rows = by(lines, "algorithm", "env_id", "steps", "mode"), []
     for name, algorithm in COLLECTION.items():
         for check, mode in itertools.product(algorithm.checks, MODES):
-            if not (runs := groups.get((name, task_of(check.env_id), check.steps, mode))):
-                continue
-            done = [line for line in runs if line["status"] == "ok"]
-            returns = [line["episodic_return"] for line in done if line["episodic_return"] is not None]
-            shown, missing = [reached_on(host, done) for host in hosts], len(runs) - len(returns)
-            shown += [f"{missing} failed"] if missing else []
-            within = not missing and all(check.least <= value <= check.most for value in returns)
-            title = f"{name}, {runs[0]['env_id']}"
-            title += f": {name_of(mode, done or runs)}" if several else ""
-            bounds = f"{check.least:g} to {check.most:g}"
-            rows.append([title, f"{check.steps:,}", "; ".join(shown), bounds, PASSED if within else MISSED])
+            if runs := groups.get((name, check.env_id, check.steps, mode)):
+                returns = [run.get("episodic_return") for run in runs]
+                within = all(value is not None and check.least <= value <= check.most for value in returns)
+                shown = ", ".join("failed" if value is None else f"{value:.1f}" for value in returns)
+                cells = [f"{name}, {check.env_id}: {name_of(mode, runs)}", f"{check.steps:,}", shown]
+                rows.append([*cells, f"{check.least:g} to {check.most:g}", "" if within else MISSED])
     return rows
 
 
-def reached_on(host: tuple, runs: list[dict]) -> str:
-    """The returns of the runs on one machine, or a dash where there are none."""
-    values = [line["episodic_return"] for line in runs if machine_of(line) == host]
-    return ", ".join(f"{value:.1f}" for value in values if value is not None) or "-"
-
-
 def check_table(lines: list[dict]) -> str:
-    """The runs of the profile check: returns by machine and seed, bounds, and which rows missed them."""
-    rows = [[*row[:-1], "" if row[-1] == PASSED else row[-1]] for row in check_rows(lines)]
-    modes = by_mode(lines)
-    alone = "".join(name_of(mode, runs) for mode, runs in modes.items()) if len(modes) == 1 else ""
-    header = [alone, "steps", "return, last 100 episodes, by seed", "bounds", ""]
-    table = markdown(header, rows) + ("" if any(row[-1] for row in rows) else "\n\nAll are within bounds.")
-    return "\n\n".join([table, *map(machine, machines(lines))])
+    """The runs of the profile check: returns by seed, bounds, which rows missed them, and the machines."""
+    rows = check_rows(lines)
+    table = markdown(["", "steps", "return, last 100 episodes, by seed", "bounds", ""], rows)
+    told = [] if any(row[-1] for row in rows) else ["All are within bounds."]
+    return "\n\n".join([table, *told, *map(machine, machines(lines))])

@@ -19,7 +19,7 @@ from typing import Literal
 
 import tyro
 
-from benchmark import LEANRL, RESULTS, records
+from benchmark import LEANRL, records
 from benchmark.collection import COLLECTION
 from benchmark.modes import MODES
 from benchmark.studies.timing import Args, Point, of_library, options, time_runs
@@ -64,17 +64,6 @@ def table(lines: list[dict]) -> str:
         rows.append([f"{script}, {env_id}, {num_envs}", *cells])
     header = ["steps/s by number of environments", *COLUMNS.values(), "EnvPool x the best other library"]
     return markdown(header, rows)
-
-
-def published_runs(num_envs: int) -> list[dict]:
-    """The published runs with so many of Gymnasium's environments, as lines of a sweep."""
-    path, runs = RESULTS / "environments.jsonl", []
-    for line in records.read(path, check) if path.exists() else []:
-        if line["num_envs"] == num_envs and line["mode"] in (*PEERS, "gymnasium"):
-            mode = "compile" if line["mode"] == "gymnasium" else line["mode"]
-            about = {"algorithm": line["script"], "env_id": f"{line['env_id']}, {num_envs} environments"}
-            runs.append(line | about | {"mode": mode})
-    return runs
 
 
 def command(script: str, mode: str, num_envs: int, seed: int, peers: Path | None, folder: Path) -> list:

@@ -1,16 +1,7 @@
-"""Run the scripts of leanrl/ side by side and measure them: ./run.sh calls this.
+"""Run the scripts of leanrl/ side by side and measure them: ./run.sh calls this, docs/benchmark.md says how.
 
-    ./run.sh                                        the profile `quick`: every script, eager against compiled
-    ./run.sh --profile speed                        five modes, three seeds
-    ./run.sh --profile learning --folder sweeps/learning      learning curves as published, on all cores
-    ./run.sh --profile check                        short runs, whose returns have to be within bounds
-    ./run.sh --profile full --workers 4             the same modes, full-length runs, four at a time
-    ./run.sh --profile full --cluster slurm --partition gpu --gpus-per-job 1 --cores-per-job 8
-
-A sweep is a folder. Started again it does what is missing and what failed; runs with checkpoints go on from
-their newest one. Each run is a process of its own, and those that are compared are interleaved: every script
-in every mode with the first seed, then all of it with the next. docs/benchmark.md says more. Exit status: 0
-all runs are done, 1 some failed or missed their bounds, 2 a bad argument, 130 after Ctrl+C.
+Each run is a process of its own, and those that are compared are interleaved: every script in every mode with
+the first seed, then all of it with the next.
 """
 
 import re

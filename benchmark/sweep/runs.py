@@ -10,7 +10,7 @@ from typing import Literal
 
 from benchmark import LEANRL, ROOT
 from benchmark.collection import COLLECTION, Algorithm
-from benchmark.modes import CUDA_MODES, LIBRARIES, MODES, ORIGINAL, PAST, PEERS, RANKS
+from benchmark.modes import CUDA_MODES, LIBRARIES, MODES, ORIGINAL, PEERS, RANKS
 from benchmark.terminal import check_interpreter, refuse
 
 
@@ -40,7 +40,6 @@ LEANRL_PYTHON = ROOT / ".venv-leanrl" / "bin" / "python"  # with requirements/le
 # The arguments that name environments, by the actions of the scripts that they are of.
 OF_ACTIONS = {"continuous": "env_ids", "discrete": "discrete_env_ids", "atari": "atari_env_ids"}
 OF_ACTIONS |= {"on device": "device_env_ids"}
-OFFERED = [mode for mode in MODES if mode not in PAST]
 # Arguments of the scripts that a sweep sets itself.
 OWN = ("env-id", "seed", "total-timesteps", "checkpoint-every", "resume", "evaluate")
 OWN += ("compile", "cudagraphs", "cuda")
@@ -52,7 +51,7 @@ class Args:
     """steps, and defaults of modes, seeds, environments and time limit"""
     scripts: tuple[Literal[*COLLECTION], ...] = tuple(COLLECTION)
     """eager scripts; the other modes run their siblings"""
-    modes: tuple[Literal[*OFFERED], ...] | None = None
+    modes: tuple[Literal[*MODES], ...] | None = None
     """eager, twin (no flag), compile, cudagraphs, both, tf32 (both with --precision tf32), bfloat16 (compile)
     and bfloat16_both; of several processes ranks (compile) and ranks_both; with --peers also cleanrl, sb3,
     sbx, rltools; with --leanrl also leanrl, leanrl_compile and leanrl_both"""
