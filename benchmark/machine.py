@@ -14,7 +14,6 @@ from benchmark import LEANRL
 
 PACKAGES = ("torch", "tensordict", "gymnasium", "mujoco", "envpool", "stable-baselines3", "sbx-rl", "jax")
 PACKAGES += ("sb3-contrib", "cleanrl", "rltools", "torchrl")
-VERSION = (LEANRL / "sac_continuous_action.py").read_text().splitlines()[0].removeprefix("# LeanRL ")
 # For the interpreter that runs the command, which need not be this one: it leaves out the packages that it
 # does not have. Is the function of run.sh there, by which MKL takes the processor for Intel's?
 ASK = """
@@ -42,6 +41,13 @@ def git(folder: Path, *command: str) -> str:
 def commit(folder: Path) -> str | None:
     """The commit of a folder's checkout, with `-dirty` where tracked files differ; None outside of one."""
     return git(folder, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty") or None
+
+
+def version() -> dict[str, str]:
+    """The version that the first line of each script tells; nothing where none does."""
+    heads = [path.read_text().partition("\n")[0] for path in sorted(LEANRL.glob("*.py"))]
+    told = [head.removeprefix("# LeanRL ") for head in heads if head.startswith("# LeanRL ")]
+    return {"LeanRL": told[0]} if told else {}
 
 
 def usable_cores() -> int:
@@ -74,7 +80,7 @@ def provenance(command: Sequence[str | Path], env: dict[str, str], gpu: str | No
     asked, threads = json.loads(answer.splitlines()[-1]), env.get("OMP_NUM_THREADS", "")
     mkl = {"mkl": "as on Intel"} if asked["preloaded"] and "AuthenticAMD" in cpuinfo else {}
     return {
-        "versions": {"LeanRL": VERSION} | asked["versions"],
+        "versions": version() | asked["versions"],
         "hardware": {"cpu": processor(cpuinfo), "cores": usable_cores(), "gpu": gpu} | mkl,
         "git_commit": commit(folder),
         "threads": int(threads) if threads.isdecimal() else None,
