@@ -137,7 +137,7 @@ def test_only_critics_see_a_privileged_state(name):
     small = ("--batch-size", 16, "--buffer-size", 40, "--learning-starts", 20, "--total-timesteps", 60)
     with draws_of_a_twin(name):
         eager = run(name, *task, *small)
-    assert_same_numbers(eager, run(f"{name}_torchcompile", *task, *small))
+    assert_same_numbers(eager, run(f"{name}_torchcompile", *task, *small), share=1e-3)
     state, seen = eager["state"], np.ones((1, 123 + 48))
     assert (state["actor"].fc1.in_features, state["qf1"].fc1.in_features) == (48, 123 + 48 + 12)
     rows = eager["buffer"]
