@@ -24,7 +24,6 @@ class Check:
 
     The least is below all returns of seeds 1, 2, 11 and 12 on two processors (FastTD3: 1 to 4 on one, FastSAC
     1; with an LSTM: 1 to 3). The most is what the task gives, or more than so short a run can reach.
-    benchmark/results/check.jsonl has returns.
     """
 
     env_id: str

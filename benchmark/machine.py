@@ -44,7 +44,7 @@ def commit(folder: Path) -> str | None:
 
 
 def version() -> dict[str, str]:
-    """The version that the first line of each script tells; nothing where none does."""
+    """The version that the first line of the scripts tells; nothing where none does."""
     heads = [path.read_text().partition("\n")[0] for path in sorted(LEANRL.glob("*.py"))]
     told = [head.removeprefix("# LeanRL ") for head in heads if head.startswith("# LeanRL ")]
     return {"LeanRL": told[0]} if told else {}

@@ -23,7 +23,7 @@ def test_a_seed_repeats_a_run_and_no_other_seed_shares_an_environment(name):
     assert_same_numbers(first, again, rtol=0, atol=0)
     other = play(name, *options, "--total-timesteps", 56, "--seed", 2)
     actions = [np.array([env.actions[:7] for env in instances(result)]) for result in (first, other)]
-    assert not np.array_equal(*actions)
+    assert actions[0].shape == actions[1].shape and not np.array_equal(*actions)
     seeds = [env.seeds for result in (first, other) for env in instances(result)]
     if name in conftest.ATARI:
         seeds = [[seed] for of_games in seeds for seed in of_games]

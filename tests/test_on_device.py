@@ -305,6 +305,7 @@ def test_a_class_of_ones_own_is_trained_compiled_and_goes_on(tmp_path):
 
 @pytest.mark.slow
 def test_the_pendulum_is_swung_up():
+    """By the eager script; the twin computes the same (see above)."""
     args = ("--num-envs", 256, "--total-timesteps", 600_000, "--eval-every", 10**6)
     result = run(PAIR[0], *args)
     assert np.mean(result["summary"]["eval_returns"]) > -400

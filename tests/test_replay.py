@@ -63,6 +63,7 @@ def assert_holds(replay, games: list[list[Row]], actions: list[np.ndarray], kept
 
 
 @pytest.mark.parametrize("case", [(1, 3, 1000), (1, 1, 40), (3, 3, 101), (3, 5, 60)])
+# `Replay` is the same text in both files, so each has one place for its frames.
 @pytest.mark.parametrize(("name", "in_file"), zip(RAINBOW, (False, True), strict=True))
 def test_rows_that_may_be_drawn_are_what_the_games_went_through(name, case, in_file, tmp_path):
     """Ends, lost lives, cut games, the place that is written next, a run that goes on from a checkpoint."""

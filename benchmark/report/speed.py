@@ -96,16 +96,17 @@ def check_rows(lines: list[dict]) -> list[list[str]]:
     for name, algorithm in COLLECTION.items():
         for check, mode in itertools.product(algorithm.checks, MODES):
             if runs := groups.get((name, check.env_id, check.steps, mode)):
+                runs = sorted(runs, key=lambda run: run["seed"])
                 returns = [run.get("episodic_return") for run in runs]
                 within = all(value is not None and check.least <= value <= check.most for value in returns)
-                shown = ", ".join("failed" if value is None else f"{value:.1f}" for value in returns)
+                shown = ", ".join("none" if value is None else f"{value:.1f}" for value in returns)
                 cells = [f"{name}, {check.env_id}: {name_of(mode, runs)}", f"{check.steps:,}", shown]
                 rows.append([*cells, f"{check.least:g} to {check.most:g}", "" if within else MISSED])
     return rows
 
 
 def check_table(lines: list[dict]) -> str:
-    """The runs of the profile check: returns by seed, bounds, which rows missed them, and the machines."""
+    """The runs of the profile check, of all machines: returns by seed, bounds, and which rows missed them."""
     rows = check_rows(lines)
     table = markdown(["", "steps", "return, last 100 episodes, by seed", "bounds", ""], rows)
     told = [] if any(row[-1] for row in rows) else ["All are within bounds."]
