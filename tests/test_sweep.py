@@ -183,6 +183,7 @@ def test_a_sweep_writes_a_line_and_a_curve_a_run_a_table_and_plots(house):
         assert [line[key] for key in keys] == [seed, "eager", "ok", 1, seed == 0, head, None]
         assert line["cpu_busy_seconds"] > 0.1 and 10 < line["peak_memory_mb"] < 1000
         assert line["versions"]["python"] == platform.python_version()
+        assert "LeanRL" not in line["versions"]  # its scripts do not begin with a version
         assert line["hardware"]["cores"] == len(os.sched_getaffinity(0))
     assert_nothing_is_missing_or_twice(house.curves()[0])
     assert "| td3_continuous_action: LeanRL eager | 101 (100-102) | 1.00 |" in output
