@@ -179,23 +179,23 @@ class LitGames(gym.Env):
 
 
 class Probe(gym.Env):
-    """Episodes of three steps with known values, of two kinds.
+    """Episodes of three steps with known values, of two kinds in turn.
 
     Late, it counts its steps and rewards the third, which terminates: gamma^2, gamma and 1 at 0, 1 and 2.
-    Else it is always 1 and rewards each step: 1 / (1 - gamma), however soon it is cut: its state goes on.
+    Else it is always -1 and rewards each step: 1 / (1 - gamma), however soon it is cut: its state goes on.
     """
 
     observation_space = Box(-10, 10, (1,), np.float32)
 
-    def __init__(self, late: bool = False):
-        self.action_space, self.late = Box(-1, 1, (1,), np.float32), late
+    def __init__(self):
+        self.action_space, self.late = Box(-1, 1, (1,), np.float32), False
 
     def _observe(self):
-        return np.array([self.step_index if self.late else 1], np.float32)
+        return np.array([self.step_index if self.late else -1], np.float32)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.step_index = 0
+        self.step_index, self.late = 0, not self.late
         return self._observe(), {}
 
     def step(self, action):
@@ -406,8 +406,7 @@ def register(kind: type[gym.Env], name: str = "", **options) -> None:
 
 for kind in (Scripted, Interrupted, Balance, Careless, Faulty, Parts, Cue):
     register(kind)
-register(Probe, "Truncated")
-register(Probe, "LateReward", late=True)
+register(Probe, "Probe")
 gym.register("Codes-v0", entry_point=Codes)
 gym.register("Masked-v0", entry_point=Masked)
 gym.register("Walks-v0", vector_entry_point=Walks)
