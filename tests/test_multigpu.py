@@ -1,6 +1,7 @@
 """Several processes are one with all of their environments: its numbers, one folder, one end."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,6 @@ from slurm import wait_until
 NAME, TWIN, RANKS = "ppo_atari_envpool_multigpu", "ppo_atari_envpool_torchcompile", 2
 # Ten gradient steps, two epochs of five, on rollouts of ten steps of two environments of each rank.
 TEN = ("--num-envs", 2, "--num-steps", 10, "--num-minibatches", 5, "--update-epochs", 2, "--no-anneal-lr")
-SMALL = ("--num-envs", 1, "--num-steps", 8, "--num-minibatches", 2, "--update-epochs", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -52,19 +52,6 @@ def torchrun(directory: Path, program: Path, *args) -> Iterator[subprocess.Popen
                 child.kill()
 
 
-def launch(directory: Path, *args):
-    """Start a run in the scripted world, as `torchrun`."""
-    world = (*scripted_world(NAME), *SMALL)
-    return torchrun(directory, TESTS / "ranks.py", "-", NAME, *world, *args)
-
-
-def end(process: subprocess.Popen, seconds: float = 120) -> tuple[dict, str]:
-    """The summary of a run that ends in order, and what it has said on standard error."""
-    printed, told = process.communicate(timeout=seconds)
-    assert process.returncode == 0, told
-    return json.loads(printed), told
-
-
 def rank_of(process: subprocess.Popen, rank: int) -> psutil.Process:
     """One of the processes that torchrun has started."""
     children = psutil.Process(process.pid).children()
@@ -83,14 +70,24 @@ def test_one_rank_computes_what_the_twin_does():
     assert_same_numbers(one, twin, rtol=1e-5, atol=1e-6)
 
 
-def test_ranks_stay_equal_and_do_what_one_process_with_all_environments_does(tmp_path):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, dict, list[dict]]:
+    """Of a run with several ranks: its directory, its summary, and what each rank has kept."""
+    directory = tmp_path_factory.mktemp("ranks")
+    args = (*scripted_world(NAME), *TEN, "--total-timesteps", RANKS * 20, "--target-kl", 0.75)
+    args += ("--compile", "--cudagraphs")  # without CUDA the second flag only says so
+    args += (*SAVED, "--eval-every", 10**6, "--eval-episodes", 1)
+    with torchrun(directory, TESTS / "ranks.py", directory, NAME, *args) as process:
+        printed, told = process.communicate(timeout=300)
+    assert process.returncode == 0, told
+    return directory, json.loads(printed), [torch.load(directory / f"{rank}.pt") for rank in range(RANKS)]
+
+
+def test_ranks_stay_equal_and_do_what_one_process_with_all_environments_does(trained):
     """After each gradient step; from rollouts in which ranks have unequal numbers of transitions."""
-    world = (*scripted_world(NAME), *TEN, "--total-timesteps", RANKS * 20)
-    world += ("--target-kl", 0.75, "--compile", "--cudagraphs")  # without CUDA the second flag only says so
-    with torchrun(tmp_path, TESTS / "ranks.py", tmp_path, NAME, *world) as process:
-        summary, _ = end(process, 300)
+    directory, summary, (one, other) = trained
     assert (summary["ranks"], summary["updates"], summary["compile"]) == (RANKS, 10, True)
-    one, other = ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
+    assert len(summary["eval_returns"]) == 1
     assert not torch.equal(one["buffers"][0], other["buffers"][0])
     assert len(one["indices"]) == 10
     torch.testing.assert_close(one["params"], other["params"], rtol=0, atol=0)
@@ -98,14 +95,14 @@ def test_ranks_stay_equal_and_do_what_one_process_with_all_environments_does(tmp
 
     twin = play(TWIN, *TEN, "--num-envs", RANKS * 2, "--total-timesteps", RANKS * 20)
     # From the same seeds and noise, in worlds that do not depend on actions.
-    whole = torch.cat([rank["buffers"][0] for rank in ranks], dim=1)
+    whole = torch.cat([rank["buffers"][0] for rank in (one, other)], dim=1)
     torch.testing.assert_close(twin["buffer"], whole, rtol=0, atol=0.02)
     optimizer = twin["state"]["optimizer"]
     for tensor in optimizer.buffers():
         tensor.zero_()
     optimizer.params[0].data.copy_(one["before"][0])
     twin["buffer"].copy_(whole)
-    twin["rollout_obs"].copy_(torch.cat([rank["obs"][0] for rank in ranks], dim=1))
+    twin["rollout_obs"].copy_(torch.cat([rank["obs"][0] for rank in (one, other)], dim=1))
     twin["prepare"]()
     valid = twin["batch"][:, -1]
     unequal = False
@@ -116,37 +113,32 @@ def test_ranks_stay_equal_and_do_what_one_process_with_all_environments_does(tmp
         twin["update"](torch.cat(rows))
         torch.testing.assert_close(optimizer.params[0].detach(), params, rtol=0, atol=1e-6)
     assert unequal
-    [folder] = tmp_path.glob("runs/*")
+    [folder] = directory.glob("runs/*")
     logged = curves(folder)  # once, the losses of the last step
     for key, loss in twin["losses"].items():
         assert [value for _, value in logged[f"losses/{key}"]] == [pytest.approx(loss.item(), 1e-3, 1e-4)]
 
 
 # ---- One run -----------------------------------------------------------------------------------------------
-def test_a_signal_to_one_rank_ends_all_with_a_checkpoint_from_which_as_many_go_on(tmp_path, refusal):
-    options = (*SAVED, "--eval-every", 10**6)
-    with launch(tmp_path, "--total-timesteps", 10**6, *options) as process:
+def test_as_many_ranks_go_on_with_a_run_until_a_signal_to_one_ends_all(trained, tmp_path, refusal):
+    directory = tmp_path / "run"
+    shutil.copytree(trained[0], directory)
+    [run], file = directory.glob("runs/*"), checkpoint(directory)
+    told = f"--resume takes as many ranks as before, {RANKS}, not 1"
+    assert refusal(NAME, play, "--resume", run) == told
 
-        def logs() -> bool:
-            return any(len(curves(run).get("charts/SPS", [])) >= 3 for run in tmp_path.glob("runs/*"))
-
-        assert wait_until(logs)
+    args = (*scripted_world(NAME), "--resume", run, "--total-timesteps", 10**6)
+    with torchrun(directory, TESTS / "ranks.py", "-", NAME, *args) as process:
+        assert wait_until(lambda: len(curves(run)["charts/SPS"]) >= 4)
         rank_of(process, 1).send_signal(signal.SIGTERM)
         printed, told = process.communicate(timeout=60)
-    [run] = tmp_path.glob("runs/*")
     assert process.returncode != 0 and f'{NAME}.py", line' not in told
-    summary, file = json.loads(printed), checkpoint(tmp_path)
-    step = torch.load(file)["progress"][0]
-    assert summary["total_timesteps"] == step > 0 and summary["eval_returns"] == []
+    assert [*directory.glob("runs/*")] == [run]
+    summary, step = json.loads(printed), torch.load(file)["progress"][0]
+    begun = trained[1]["total_timesteps"]
+    assert summary["total_timesteps"] == step >= begun + 3 * 30 and summary["eval_returns"] == []
     logged = curves(run)
     assert logged["charts/SPS"][-1][0] == step
-    lengths = sum(length for _, length in logged["charts/episodic_length"])
-    assert step - 6 * RANKS < lengths <= step  # the last games have not ended
-
-    more, told = step + 160, f"--resume takes as many ranks as before, {RANKS}, not 1"
-    assert refusal(NAME, play, "--resume", run) == told
-    with launch(tmp_path, "--resume", run, "--total-timesteps", more, "--eval-episodes", 1) as process:
-        summary, _ = end(process)
-    assert more - 40 < summary["total_timesteps"] <= more and len(summary["eval_returns"]) == 1
-    assert [*tmp_path.glob("runs/*")] == [run]
+    lengths = sum(length for at, length in logged["charts/episodic_length"] if at > begun)
+    assert step - begun - 6 * RANKS * 2 < lengths <= step - begun  # the last games have not ended
     assert len(evaluation(TWIN, file, "--eval-episodes", 2)["eval_returns"]) == 2
