@@ -26,7 +26,8 @@ Deviations from the paper; the first three are CleanRL's:
 - weights of a batch are divided by the largest of the batch, not of all transitions;
 - evaluation has no noise on the weights (without --noisy: no random actions);
 - without --noisy epsilon falls over a tenth of the run, from its first step (paper: over 62,500 steps);
-- the gradient steps come before the environment step: they see the buffer up to n steps before;
+- the gradient steps come before the environment step: they see the buffer up to the previous transition;
+- with several games, all of a step have the same noise;
 - the step after the end of a game or life is no transition: EnvPool's `reset` cannot go on after a lost life;
 - a truncated game bootstraps from the value of its final observation.
 """
@@ -110,9 +111,9 @@ class Args:
     v_min: float = -10.0  # the lowest return of the distributions
     v_max: float = 10.0  # the highest one
     n_step: PositiveInt = 3  # the steps whose rewards are in a target
-    prioritized_replay_alpha: Fraction = 0.5  # the power of errors that priorities are; 0 draws uniformly
+    prioritized_replay_alpha: Fraction = 0.5  # priorities are TD errors to this power; 0 draws uniformly
     prioritized_replay_beta: Fraction = 0.4  # how far weights undo priorities, at the beginning; at last 1
-    prioritized_replay_eps: NonNegativeFloat = 1e-6  # what is added to errors
+    prioritized_replay_eps: Annotated[float, Field(gt=0)] = 1e-6  # what is added to TD errors
 
     def __post_init__(self):  # tyro tells what it raises, and exits with status 2
         steps = self.buffer_size // self.num_envs - self.n_step - 3
@@ -268,8 +269,8 @@ def open_frames(file: Path, shape: tuple[int, ...], anew: bool) -> np.memmap:
             raise OSError(f"it has {file.stat().st_size} bytes, not {size}; --checkpoint-every has to stay")
         return np.memmap(file, np.uint8, "r+", shape=shape)
     except OSError as error:
-        if anew and not isinstance(error, FileExistsError):
-            file.unlink(missing_ok=True)
+        if anew and file.is_file() and not isinstance(error, FileExistsError):
+            file.unlink()
         sys.exit(f"--buffer-file {file} of {size / 1e9:.1f} GB: {error}")
 
 
@@ -284,8 +285,8 @@ class Replay:
 
     def __init__(self, args: Args, device: torch.device):
         self.num_envs, self.n_step, self.gamma = args.num_envs, args.n_step, args.gamma
-        # A checkpoint's frames may not be overwritten before the next one. At least each second step of a
-        # game is an agent step.
+        # The frames of a checkpoint have to stay until the next one, so many more steps are kept: twice as
+        # many as agent steps, as half of the steps may only go on, and some for rounding.
         self.spare = 2 * (args.checkpoint_every or 0) // args.num_envs + 4 if args.buffer_file else 0
         self.num_steps = args.buffer_size // args.num_envs + self.spare
         self.capacity = self.num_steps * args.num_envs
@@ -296,7 +297,7 @@ class Replay:
         else:
             self.frames = torch.zeros(shape, dtype=torch.uint8, device=device)
         self.buffer = torch.zeros(self.capacity, 6, device=device)
-        # A draw goes through the sums of all groups of rows, and then, for each row, through one group.
+        # A draw reads the sums of all groups, and for each row of the batch one group: least at this size.
         self.group_size = math.isqrt(self.capacity // args.batch_size)
         groups = math.ceil(self.capacity / self.group_size)
         self.priorities = torch.zeros(groups, self.group_size, device=device)
@@ -318,7 +319,7 @@ class Replay:
         """
         parts = torch.arange(batch_size, device=self.head.device)
         parts = (parts + torch.rand_like(parts, dtype=torch.float64)) / batch_size
-        ends = self.group_sums.cumsum(0)
+        ends = self.group_sums.cumsum(0)  # in float64: in float32 the rows behind a long sum get nothing
         places = parts * ends[-1]
         groups = torch.searchsorted(ends, places, right=True).clamp(max=len(ends) - 1)
         place_within = (places - ends[groups] + self.group_sums[groups])[:, None]
@@ -354,7 +355,8 @@ class Replay:
     def store(self, obs: Tensor, outcomes: Tensor) -> None:
         """Write a step of all games: obs (num_envs, 4, 84, 84), outcomes (num_envs, 6).
 
-        A row whose n steps are complete now has the highest priority so far.
+        A row whose n steps are complete now has the highest priority so far. One is drawn no more when its
+        oldest frame, or the first of the spare rows after that, is the next to be overwritten.
         """
         rows = self.head * self.num_envs + torch.arange(self.num_envs, device=obs.device)
         self.frames[rows] = obs[:, -1]
@@ -378,7 +380,8 @@ class Replay:
         else:
             self.file.flush()
         used = min(steps, self.num_steps) * self.num_envs
-        rows = {name: values[:used].to("cpu", copy=used < len(values)) for name, values in rows.items()}
+        # By way of NumPy: a view would be saved with all of its memory, and a copy needs as much again.
+        rows = {name: torch.from_numpy(values[:used].cpu().numpy()) for name, values in rows.items()}
         return rows | {"max_priority": self.max_priority}
 
     def restore(self, steps: int, saved: dict[str, Tensor]) -> None:
@@ -520,17 +523,17 @@ if __name__ == "__main__":
                 target = returns + discounts * next_logits
         logits = q_network(obs)[each, actions]
         if args.distributional:
-            errors = surprises = F.cross_entropy(logits, target, reduction="none")
+            row_losses = td_errors = F.cross_entropy(logits, target, reduction="none")
         else:
-            errors = F.huber_loss(logits, target, reduction="none").squeeze(1)  # Mnih et al.
-            surprises = (logits - target).abs().squeeze(1)  # Schaul et al., section 3.3
-        loss = (weights * errors).mean()
+            row_losses = F.huber_loss(logits, target, reduction="none").squeeze(1)  # Mnih et al.
+            td_errors = (logits - target).abs().squeeze(1)  # Schaul et al., section 3.3
+        loss = (weights * row_losses).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         with torch.no_grad():
-            surprises = surprises + args.prioritized_replay_eps
-            replay.reprioritise(rows, priorities, surprises**args.prioritized_replay_alpha)
+            new = (td_errors + args.prioritized_replay_eps) ** args.prioritized_replay_alpha
+            replay.reprioritise(rows, priorities, new)
         record(td_loss=loss, q_values=values_of(logits).mean())
 
     def update_target() -> None:
@@ -612,7 +615,7 @@ if __name__ == "__main__":
                 update(updates * args.train_frequency % args.target_network_frequency < args.train_frequency)
 
             previous_step = global_step
-            began = infos["over"]
+            began = infos["over"]  # there this step only begins the next game
             next_obs, rewards, terminated, truncated, infos = envs.step(actions.astype(np.int32))
             global_step += int(np.count_nonzero(~envs.first))  # without steps that only went on
             updates_due += max(0, global_step - max(previous_step, args.learning_starts))
