@@ -14,7 +14,6 @@ import os
 import statistics
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -301,23 +300,12 @@ def convolutions() -> list[dict]:
     return compare("a minibatch of frames, forward and backward", 2, **variants)
 
 
-def habits() -> list[dict]:
-    critic = single_critic()
-    x = torch.randn(BATCH, 256, device=DEVICE)
-    args, gamma = Namespace(gamma=0.99), 0.99
-    modes = {"neither": lambda: None, "both": lambda: (critic.eval(), critic.train())}
-    sums = {"out_of_place": lambda: x * 2 + 1, "in_place": lambda: x.clone().mul_(2).add_(1)}
-    rows = compare("train() and eval()", 200, **modes)
-    rows += compare("args.gamma", 2000, read_once=lambda: gamma, read_each_time=lambda: args.gamma)
-    return rows + compare("arithmetic", 200, **sums)
-
-
 def figures() -> list[dict]:
     """All that is timed: a line for each variant."""
     found = [*denormals(), *critics(), *sampling(), *optimizers(), *gradients(), *targets(), *advantages()]
     found += [line for num_envs in (1, 256, 1024) for line in acting(num_envs)]
     found += [line for num_envs in (1, 64, 256) for line in exploring(num_envs)]
-    return [*found, *convolutions(), *habits()]
+    return [*found, *convolutions()]
 
 
 def measure(made: Callable[[], list[dict]], shown: Callable[[list[dict]], str], output: Path | None) -> None:
