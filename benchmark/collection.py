@@ -213,7 +213,7 @@ COLLECTION = {
         cleanrl="ppo",
         sb3="PPO",
         sbx="PPO",
-        checks=(Check("CartPole-v1", 200_000, 280, 500), Check("Acrobot-v1", 200_000, -130, -60)),
+        checks=(Check("CartPole-v1", 200_000, 150, 500), Check("Acrobot-v1", 200_000, -130, -60)),
     ),
     "ppo_lstm": Algorithm(
         title="PPO with an LSTM for discrete actions",
