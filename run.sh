@@ -13,7 +13,7 @@
 #                                 into .venv-peers; ARGS as for sweep, --leanrl CLONE adds the original LeanRL,
 #                                 --cleanrl CLONE what CleanRL's package does not have
 #   ./run.sh report [FOLDER]      the tables and plots of a sweep; without FOLDER those of README.md and docs/
-#   ./run.sh python [ARGS]        Python itself, for any other program, such as -m benchmark.studies.scaling
+#   ./run.sh python [ARGS]        Python itself, for any other program, such as -m benchmark.studies.tricks
 #
 # The first call creates .venv and installs what is needed. PYTHON names another interpreter (3.11 or newer).
 # VENV=FOLDER takes an environment of your own as it is, with all of requirements/dev.txt in it; of one that is

@@ -1,4 +1,4 @@
-"""Learning curves: intervals over seeds, runs that have ended and runs that have not; and what sizes cost."""
+"""Learning curves: intervals over seeds, runs that have ended and runs that have not; and the studies."""
 
 import ast
 import json
@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT
 from torch.utils.tensorboard import SummaryWriter
 
 from benchmark import records, tables
-from benchmark.collection import COLLECTION
 from benchmark.report import learning, plots
-from benchmark.studies import environments, samplers, scaling, timing
+from benchmark.studies import environments, samplers, small_networks, timing
 
 TD3, SWEEP = "td3_continuous_action", "2026-01-01-0"
 MACHINE = {"versions": {"torch": "2"}, "hardware": {"cpu": "A CPU", "cores": 1, "gpu": None}}
@@ -198,32 +197,21 @@ def test_ablations_fit_the_scripts():
 
 
 # ---- Studies -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("script", scaling.DEFAULTS)
-def test_a_widened_copy_differs_in_its_networks_only(script, tmp_path):
+@pytest.mark.parametrize("script", small_networks.SCRIPTS)
+def test_a_copy_with_small_networks_differs_in_these_only(script, tmp_path):
     text = (ROOT / "leanrl" / f"{script}_torchcompile.py").read_text()
-    wide = scaling.widened(script, 1024, tmp_path).read_text()
-    ast.parse(wide)
-    changed = [pair for pair in zip(text.split("\n"), wide.split("\n"), strict=True) if pair[0] != pair[1]]
-    width = str(scaling.DEFAULTS[script]["width"])
-    assert len(changed) >= (2 if script == "dqn" else 3)
-    assert all(old.replace(width, "1024") == new for old, new in changed)
-
-
-@pytest.mark.parametrize(("script", "envs"), [(TD3, 64), ("dqn", 1)])
-def test_updates_are_counted_as_they_are(script, envs, tmp_path):
-    point = scaling.Measurement(script, "compile", "num_envs", envs)
-    given = point.arguments | {"batch-size": 8, "total-timesteps": 640}
-    discrete = COLLECTION[script].actions == "discrete"
-    given["env-id"] = "CartPole-v1" if discrete else "InvertedPendulum-v4"
-    done = run(script, *(f"--{key}={value}" for key, value in given.items()), directory=tmp_path)
-    # From the first step that learns on: a step of the environments after learning-starts.
-    assert done["updates"] == int((640 - scaling.STARTS - envs) * point.updates_per_step)
+    small = small_networks.widened(script, 64, tmp_path).read_text()
+    ast.parse(small)
+    changed = [pair for pair in zip(text.split("\n"), small.split("\n"), strict=True) if pair[0] != pair[1]]
+    assert len(changed) >= 3
+    assert all(old.replace("256", "64") == new for old, new in changed)
 
 
 def test_libraries_get_the_sizes_of_ours(tmp_path):
     python = tmp_path / "python"
-    given = {*scaling.Measurement("dqn", "sbx", "width", 1024).command(python, tmp_path)}
-    assert {"dqn", "--env-id=CartPole-v1", "--width=1024", "--num-envs=1", "--batch-size=128"} <= given
+    about = {"script": TD3, "mode": "sbx", "width": 64, "env_id": "Pendulum-v1", "batch_size": 32, "seed": 1}
+    given = {*small_networks.command(about, 2000, python, tmp_path)}
+    assert {TD3, "--env-id=Pendulum-v1", "--width=64", "--batch-size=32"} <= given
     for mode in ("envpool", "cleanrl", "sb3"):
         given = {*environments.command("ppo_continuous_action", mode, 64, 1, python, tmp_path)}
         sizes = {"--batch-size=256"} if mode == "sb3" else {"--num-minibatches=8", "--update-epochs=10"}
@@ -250,17 +238,3 @@ def test_runs_are_timed_and_those_that_fail_are_told_of_and_left_out(tmp_path, c
     assert status == 1 and "no more" in capsys.readouterr().err
     assert [found["sps"] for found in lines] == [100, 300]
     assert records.read(tmp_path / "runs.jsonl", lambda _: None) == lines
-
-
-def test_the_plot_of_sizes_shows_from_where_another_resource_binds():
-    def costs(axis: str, rates: dict[int, float]) -> list[dict]:
-        about = {"axis": axis, "script": TD3, "mode": "compile"}
-        return [about | {"value": size, "sps": x, "updates_per_second": x} for size, x in rates.items()]
-
-    batches = costs("batch_size", {64: 200, 256: 190, 1024: 100, 4096: 26})
-    # A row costs 78, 21, 9.8 and 9.4 us: from 1024 on a batch costs what its rows cost.
-    assert [round(scaling.unit_cost(found), 1) for found in batches] == [78.1, 20.6, 9.8, 9.4]
-    assert scaling.binding(batches)["value"] == 1024
-    assert scaling.binding(costs("width", {64: 300, 256: 200, 1024: 20}))["value"] == 1024
-    # Twice as many environments cost nothing more.
-    assert scaling.binding(costs("num_envs", {1: 1000, 4: 4000, 16: 16000})) is None

@@ -1,16 +1,15 @@
 """Train one algorithm with Stable-Baselines3 or SBX and print a summary like those of the scripts.
 
     python benchmark/peers/sb3_sbx.py {sb3,sbx} SCRIPT --env-id=ID --seed=N --total-timesteps=N
-        [--learning-starts=N] [--num-envs=N] [--batch-size=N] [--width=N] [--num-steps=N] [--settle=N]
-        [--threads=N]
+        [--learning-starts=N] [--num-envs=N] [--batch-size=N] [--width=N] [--num-steps=N] [--threads=N]
 
 Same task and networks, same batches and number of gradient steps as the scripts have by default, or with the
 sizes that are given; everything else is the library's default. PPO goes without the normalisation that the
 script has, which saves the libraries time. Atari games are ale-py's behind Stable-Baselines3's own wrappers,
 stepped in turn: the same frames, network and batches, but no EnvPool. RecurrentPPO is sb3-contrib's, whose
 networks have a layer behind the LSTM, where ours have it in front. SPS counts from a step at which everything
-is compiled, for JAX compiles when it first learns: of PPO after two rollouts, of the others after as many
-agent steps in which they learn as --settle says. --threads are PyTorch's; JAX has its own.
+is compiled, for JAX compiles when it first learns: of PPO after two rollouts, of the others after 500 agent
+steps in which they learn. --threads are PyTorch's; JAX has its own.
 """
 
 import argparse
@@ -78,8 +77,7 @@ def main() -> None:
     parser.add_argument("script", choices=COLLECTION)
     for name in ("--num-envs", "--batch-size", "--width", "--num-steps"):
         parser.add_argument(name, type=int)
-    for name, default in (("--learning-starts", 0), ("--settle", 500)):
-        parser.add_argument(name, type=int, default=default)
+    parser.add_argument("--learning-starts", type=int, default=0)
     args, _ = peer.parse(parser)
     entry = COLLECTION[args.script]
     algorithm, num_envs = getattr(entry, args.peer), args.num_envs or entry.num_envs
@@ -89,16 +87,13 @@ def main() -> None:
     if algorithm == "DQN":  # train_freq counts steps of all environments at once
         options["gradient_steps"] = num_envs
     recurrent = algorithm == "RecurrentPPO"
-    if args.width:
-        others = options["policy_kwargs"]["net_arch"][1:] if algorithm == "DQN" else [args.width]
-        layers = [args.width, *others]
-        layers = {"pi": layers, "vf": layers} if algorithm == "PPO" else layers
-        options["policy_kwargs"] = {"net_arch": layers}
+    if args.width:  # of SAC and TD3
+        options["policy_kwargs"] = {"net_arch": [args.width, args.width]}
     library = importlib.import_module("sb3_contrib" if recurrent else PACKAGES[args.peer])
     env = make_env(entry.actions, args.env_id, args.seed, num_envs)
     policy = "MlpLstmPolicy" if recurrent else "CnnPolicy" if entry.actions == "atari" else "MlpPolicy"
     model = getattr(library, algorithm)(policy, env, seed=args.seed, **options)
-    start = 2 * options["n_steps"] * env.num_envs if entry.on_policy else args.settle
+    start = 2 * options["n_steps"] * env.num_envs if entry.on_policy else 500
     stopwatch = Stopwatch(args.learning_starts + start)
     model.learn(args.total_timesteps, callback=stopwatch)
     elapsed = time.perf_counter() - stopwatch.started if stopwatch.started else None

@@ -13,6 +13,7 @@ Exit status: 0 all runs are timed, 1 some failed, 2 a bad argument.
 """
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -21,9 +22,8 @@ from typing import Literal
 
 import tyro
 
-from benchmark import records
+from benchmark import LEANRL, records
 from benchmark.modes import MODES
-from benchmark.studies.scaling import widened
 from benchmark.studies.timing import Args, Point, of_library, options, time_runs
 from benchmark.tables import by, by_machine, by_mode, markdown, ratio, speeds
 from benchmark.terminal import check_interpreter
@@ -60,6 +60,15 @@ def table(lines: list[dict]) -> str:
         beside = ratio(modes.get("compile"), modes.get("rltools"))
         rows.append([f"{script}, {width}-{width}, batch {batch}, {env_id}", *cells, beside])
     return markdown(["steps/s on one core", *COLUMNS.values(), "LeanRL x RLtools"], rows)
+
+
+def widened(script: str, width: int, folder: Path) -> Path:
+    """A copy of a twin in a folder, whose networks have another width than 256."""
+    text = (LEANRL / f"{script}_torchcompile.py").read_text()
+    [networks] = re.findall(r"^# ---- Networks .*?(?=^# ---- |^if )", text, re.DOTALL | re.MULTILINE)
+    copy = folder / f"{script}_torchcompile.py"
+    copy.write_text(text.replace(networks, re.sub(r"\b256\b", str(width), networks)))
+    return copy
 
 
 def command(about: dict, steps: int, peers: Path | None, folder: Path) -> list:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmark import ROOT, records
-from benchmark.machine import mebibytes, provenance, summary_of
+from benchmark.machine import provenance, summary_of
 from benchmark.modes import MODES
 from benchmark.terminal import check_output
 
@@ -30,8 +30,6 @@ class Point:
 
     about: dict
     command: Callable[[Path], list]
-    more: Callable[[float, float], dict] = lambda sps, memory: {}
-    """what else the line says, made of steps/s and of the most MiB that the run held"""
 
 
 def of_library(mode: str, script: str, peers: Path) -> list:
@@ -45,18 +43,17 @@ def options(values: dict) -> list[str]:
     return [f"--{name}={value}" for name, value in values.items()]
 
 
-def run_for_summary(command: list[str], folder: Path) -> tuple[float, float]:
-    """Run a command in a folder; gives its steps/s, and the most MiB that it held.
+def steps_per_second(command: list[str], folder: Path) -> float:
+    """Run a command in a folder; gives the steps/s of its summary.
 
     Raises RuntimeError, with the end of its log, where it fails or has no speed.
     """
     with (folder / "out.txt").open("wb") as out, (folder / "log.txt").open("wb") as log:
-        process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=log)
-        _, status, usage = os.wait4(process.pid, 0)
+        status = subprocess.run(command, cwd=folder, stdout=out, stderr=log).returncode
     summary = summary_of(folder / "out.txt")
     if status or not summary or not summary.get("sps"):
         raise RuntimeError(f"{' '.join(command)}\n{(folder / 'log.txt').read_text()[-2000:]}")
-    return summary["sps"], mebibytes(usage.ru_maxrss)
+    return summary["sps"]
 
 
 def time_runs(points: Iterable[Point], output: Path | None, check: Callable) -> tuple[list[dict], int]:
@@ -71,13 +68,12 @@ def time_runs(points: Iterable[Point], output: Path | None, check: Callable) -> 
             command = list(map(str, point.command(Path(folder))))
             made_with = provenance((command[0], __file__), dict(os.environ))
             try:
-                sps, memory = run_for_summary(command, Path(folder))
+                sps = steps_per_second(command, Path(folder))
             except RuntimeError as error:
                 print(error, file=sys.stderr)
                 status = 1
                 continue
-        line = {"format": records.FORMAT, "status": "ok", **point.about, "sps": sps}
-        lines.append(line | point.more(sps, memory) | made_with)
+        lines.append({"format": records.FORMAT, "status": "ok", **point.about, "sps": sps, **made_with})
         print(f"{' '.join(map(str, point.about.values()))}: {sps:.0f} steps/s", flush=True)
         if output:
             records.replace(output, lines, check)
