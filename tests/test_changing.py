@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from unittest.mock import patch
@@ -15,8 +15,10 @@ from conftest import (
     EACH_STEP,
     ON_DEVICE,
     ROOT,
+    SAVED,
     assert_same_numbers,
     changed,
+    checkpoint,
     draws_of_a_twin,
     named,
     play,
@@ -128,6 +130,21 @@ def test_an_agent_sees_some_parts_of_an_observation():
     with example("Parts of", "dqn", *keys):
         result = run("dqn", "--env-id", "envs:PartsChoices-v0", "--total-timesteps", 40)
     assert result["envs"].single_observation_space.shape == (4,)
+
+
+@pytest.mark.parametrize("name", ["sac_continuous_action_torchcompile", "td3_continuous_action", "dqn"])
+def test_a_run_whose_buffer_is_a_file_goes_on_as_if_it_were_not(name, tmp_path):
+    args = ("--buffer-size", 100, "--batch-size", 8, "--learning-starts", 20, *SAVED)
+    results = []
+    for each, change in (("memory", nullcontext), ("file", partial(example, "A large", name))):
+        (folder := tmp_path / each).mkdir()
+        with change():
+            play(name, *args, "--total-timesteps", 40, directory=folder)
+            run_folder = checkpoint(folder).parent
+            results.append(play(name, "--resume", run_folder, "--total-timesteps", 80, directory=folder))
+        assert ("buffer" in torch.load(checkpoint(folder))) == (each == "memory")
+    assert_same_numbers(*results, rtol=0, atol=0)
+    assert torch.equal(results[0]["buffer"], results[1]["buffer"])
 
 
 def test_masked_actions_are_never_taken():
