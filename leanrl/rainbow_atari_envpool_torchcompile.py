@@ -35,7 +35,7 @@ Deviations from the paper; the first three are CleanRL's:
 - weights of a batch are divided by the largest of the batch, not of all transitions;
 - evaluation has no noise on the weights (without --noisy: no random actions);
 - without --noisy epsilon falls over a tenth of the run, from its first step (paper: over 62,500 steps);
-- the gradient steps come before the environment step: they see the buffer up to the previous transition;
+- the gradient steps come before the environment step: the newest transition drawn began n + 1 steps ago;
 - with several games, all of a step have the same noise;
 - the step after the end of a game or life is no transition: EnvPool's `reset` cannot go on after a lost life;
 - a truncated game bootstraps from the value of its final observation.
@@ -370,8 +370,8 @@ class Replay:
     def store(self, obs: Tensor, outcomes: Tensor) -> None:
         """Write a step of all games: obs (num_envs, 4, 84, 84), outcomes (num_envs, 6).
 
-        A row whose n steps are complete now has the highest priority so far. One is drawn no more when its
-        oldest frame, or the first of the spare rows after that, is the next to be overwritten.
+        A row whose n steps are complete now has the highest priority so far. One whose oldest frame is
+        overwritten now, or `spare` steps from now, is drawn no more.
         """
         rows = self.head * self.num_envs + torch.arange(self.num_envs, device=obs.device)
         self.frames[rows] = obs[:, -1]

@@ -1,6 +1,7 @@
 """The examples of docs/changing.md: each diff fits both files, and the changed files compute the same."""
 
 import re
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -20,9 +21,11 @@ from conftest import (
     changed,
     checkpoint,
     draws_of_a_twin,
+    evaluation,
     named,
     play,
     run,
+    scripted_world,
 )
 from envs import scripted_rows
 
@@ -142,7 +145,9 @@ def test_a_run_whose_buffer_is_a_file_goes_on_as_if_it_were_not(name, tmp_path):
             play(name, *args, "--total-timesteps", 40, directory=folder)
             run_folder = checkpoint(folder).parent
             results.append(play(name, "--resume", run_folder, "--total-timesteps", 80, directory=folder))
-        assert ("buffer" in torch.load(checkpoint(folder))) == (each == "memory")
+            copied = shutil.copy(checkpoint(folder), tmp_path / f"{each}.pt")
+            assert evaluation(name, copied, *scripted_world(name), "--eval-episodes", 2)["eval_returns"]
+        assert ("buffer" in torch.load(copied)) == (each == "memory")
     assert_same_numbers(*results, rtol=0, atol=0)
     assert torch.equal(results[0]["buffer"], results[1]["buffer"])
 

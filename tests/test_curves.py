@@ -200,7 +200,7 @@ def test_ablations_fit_the_scripts():
 @pytest.mark.parametrize("script", small_networks.SCRIPTS)
 def test_a_copy_with_small_networks_differs_in_these_only(script, tmp_path):
     text = (ROOT / "leanrl" / f"{script}_torchcompile.py").read_text()
-    small = small_networks.widened(script, 64, tmp_path).read_text()
+    small = small_networks.resized(script, 64, tmp_path).read_text()
     ast.parse(small)
     changed = [pair for pair in zip(text.split("\n"), small.split("\n"), strict=True) if pair[0] != pair[1]]
     assert len(changed) >= 3

@@ -28,8 +28,8 @@ ROLLOUTS = ("--num-steps", 256, "--num-minibatches", 8, "--update-epochs", 5)
 LEARN = {
     (False, "continuous"): (1600, 500, 1e-3, *FAST),
     (False, "discrete"): (3000, 1000, 1e-3, *FAST, *EACH_STEP),
-    (True, "continuous"): (8192, 8000, 3e-3, *ROLLOUTS, "--num-envs", 1),
-    (True, "discrete"): (8192, 8000, 3e-3, *ROLLOUTS, "--num-envs", 1),
+    (True, "continuous"): (8192, 5000, 3e-3, *ROLLOUTS, "--num-envs", 1),
+    (True, "discrete"): (8192, 5000, 3e-3, *ROLLOUTS, "--num-envs", 1),
 }
 # Of a script with a memory a minibatch is whole environments.
 WHOLE = ("--num-envs", 32, "--num-steps", 8, "--num-minibatches", 4, "--update-epochs", 5)
@@ -54,7 +54,7 @@ VALUES = {0: 0.25, 1: 0.5, 2: 1, -1: 2}
 @pytest.mark.parametrize("name", NOT_ATARI)
 def test_learnt_values_are_the_known_ones(name):
     _, steps, args = learn(name)
-    steps = 5000 if takes(name, "gae_lambda") else steps  # of PPO enough for errors below 0.05
+    steps += 3000 if takes(name, "q_lambda") else 0  # for errors below 0.01; PPO's 0.05
     args += ["--no-autotune", "--alpha", 0] if takes(name, "autotune") else []  # no entropy in the values
     result = run(name, *world(name, "Probe"), *args, "--gamma", 0.5, "--total-timesteps", steps)
     state = result["state"]

@@ -124,8 +124,7 @@ def test_as_many_ranks_go_on_with_a_run_until_a_signal_to_one_ends_all(trained, 
     directory = tmp_path / "run"
     shutil.copytree(trained[0], directory)
     [run], file = directory.glob("runs/*"), checkpoint(directory)
-    told = f"--resume takes as many ranks as before, {RANKS}, not 1"
-    assert refusal(NAME, play, "--resume", run) == told
+    assert refusal(NAME, play, "--resume", run) == f"--resume takes as many ranks as before, {RANKS}, not 1"
 
     args = (*scripted_world(NAME), "--resume", run, "--total-timesteps", 10**6)
     with torchrun(directory, TESTS / "ranks.py", "-", NAME, *args) as process:
@@ -136,9 +135,11 @@ def test_as_many_ranks_go_on_with_a_run_until_a_signal_to_one_ends_all(trained, 
     assert [*directory.glob("runs/*")] == [run]
     summary, step = json.loads(printed), torch.load(file)["progress"][0]
     begun = trained[1]["total_timesteps"]
+    # Three rollouts of 40 steps, some of which only go on after an end.
     assert summary["total_timesteps"] == step >= begun + 3 * 30 and summary["eval_returns"] == []
     logged = curves(run)
     assert logged["charts/SPS"][-1][0] == step
     lengths = sum(length for at, length in logged["charts/episodic_length"] if at > begun)
-    assert step - begun - 6 * RANKS * 2 < lengths <= step - begun  # the last games have not ended
+    num_envs = 2 * RANKS  # whose last games have not ended
+    assert step - begun - 6 * num_envs < lengths <= step - begun
     assert len(evaluation(TWIN, file, "--eval-episodes", 2)["eval_returns"]) == 2

@@ -62,8 +62,8 @@ def table(lines: list[dict]) -> str:
     return markdown(["steps/s on one core", *COLUMNS.values(), "LeanRL x RLtools"], rows)
 
 
-def widened(script: str, width: int, folder: Path) -> Path:
-    """A copy of a twin in a folder, whose networks have another width than 256."""
+def resized(script: str, width: int, folder: Path) -> Path:
+    """A copy of a twin in a folder, whose networks have this width in place of 256."""
     text = (LEANRL / f"{script}_torchcompile.py").read_text()
     [networks] = re.findall(r"^# ---- Networks .*?(?=^# ---- |^if )", text, re.DOTALL | re.MULTILINE)
     copy = folder / f"{script}_torchcompile.py"
@@ -78,7 +78,7 @@ def command(about: dict, steps: int, peers: Path | None, folder: Path) -> list:
     given |= {"learning-starts": 1000, "batch-size": about["batch_size"]}
     if mode not in OURS:
         return [*of_library(mode, script, peers), *options(given | {"width": width})]
-    return [sys.executable, widened(script, width, folder), "--no-cuda", *MODES[mode].flags, *options(given)]
+    return [sys.executable, resized(script, width, folder), "--no-cuda", *MODES[mode].flags, *options(given)]
 
 
 def points(args: Args) -> Iterator[Point]:

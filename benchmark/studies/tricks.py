@@ -52,7 +52,7 @@ def table(lines: list[dict]) -> str:
     rows, first, previous = [], {}, None
     for line in lines:
         base = first.setdefault(line["title"], line["microseconds"])
-        figures = [f"{line['microseconds']:.2f}", f"{line['microseconds'] / base:.2f}" if base > 0.1 else ""]
+        figures = [f"{line['microseconds']:.2f}", f"{line['microseconds'] / base:.2f}"]
         named = rows and line["title"] == previous
         rows.append([f"…{line['variant']}" if named else f"{line['title']}: {line['variant']}", *figures])
         previous = line["title"]
