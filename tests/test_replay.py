@@ -392,6 +392,9 @@ def test_a_file_that_cannot_be_is_told_at_the_start(refusal, tmp_path):
     content = (tmp_path / "frames").read_bytes()
     assert len(content) == (40 + 2 * 20 + 4) * 84 * 84
     assert "File exists" in refusal(name, play, *args, *small, directory=tmp_path)
+    assert "Not a directory" in refusal(
+        name, play, *args, *small, "--buffer-file", "frames/2", directory=tmp_path
+    )
     assert (tmp_path / "frames").read_bytes() == content
     folder = checkpoint(tmp_path).parent
     goes_on = (name, play, "--resume", folder, "--total-timesteps", 40)
@@ -407,9 +410,10 @@ def test_a_file_that_cannot_be_is_told_at_the_start(refusal, tmp_path):
     assert result["global_step"] == 40 and (tmp_path / "moved").read_bytes() != content
 
 
-def test_what_is_restored_is_not_in_memory_twice():
+def test_what_is_saved_and_restored_is_not_in_memory_twice():
     replay, _ = with_priorities(100)
     saved = replay.saved(50)
-    assert "frames" in saved
+    assert saved["frames"].data_ptr() == replay.frames.data_ptr()
+    assert saved["frames"].untyped_storage().nbytes() == 50 * 84 * 84  # all of it would be written
     replay.restore(50, saved)
     assert {*saved} == {"max_priority"}
