@@ -64,7 +64,9 @@ install_anew() {
       die "$python cannot make a virtual environment: its venv module or ensurepip is missing"
     }
   fi
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${@/#/--requirement=}" >&2
+  # Python compiles what it imports, a fraction of what there is.
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
+    "${@/#/--requirement=}" >&2
   echo "$wanted" >"$venv/requirements.cksum"
 }
 

@@ -33,7 +33,12 @@ def test_an_exported_policy_takes_the_best_actions(name, tmp_path):
     if not name.startswith("sac"):  # a library takes long to build: SAC's stands for them
         recipe = recipe[: recipe.index("exported =")]
     file = ROOT / "docs" / "examples" / "a_copy.py"
-    with chdir(tmp_path), patch.object(sys, "path", [*sys.path]), patch.object(sys, "argv", ["", "best.pt"]):
+    with (
+        chdir(tmp_path),
+        patch.object(sys, "path", [*sys.path]),
+        patch.object(sys, "argv", ["", "best.pt"]),
+        torch._inductor.config.patch("aot_inductor.precompile_headers", False),  # which pays for several
+    ):
         exec(recipe, made := {"__file__": str(file)})
         seen = np.random.default_rng(1).normal(size=(100, made["obs"].shape[1])).astype(np.float32)
         exported = onnxruntime.InferenceSession("policy.onnx").run(None, {"obs": seen})
