@@ -33,13 +33,13 @@ def median_of(lines: list[dict], key: str) -> str:
 def busy_per_million(runs: list[dict]) -> float | None:
     """The seconds that the GPU is busy in a million agent steps that learn: the median.
 
-    It leaves out runs without a GPU, and those that learn for less than five seconds: the driver's figures
-    are up to a second old, and on an H100 they were 0 for two and three seconds. None where no run is left.
+    It leaves out runs without a GPU, and those that learn for less than ten seconds: the driver's figures
+    lag, and on an H100 they were 0 for up to five seconds. None where no run is left.
     """
     values = []
     for line in runs:
         steps = line["total_timesteps"] - line.get("learning_starts", 0)
-        if line.get("gpu_busy_seconds") is not None and steps / line["sps"] >= 5:
+        if line.get("gpu_busy_seconds") is not None and steps / line["sps"] >= 10:
             values.append(1e6 * line["gpu_busy_seconds"] / steps)
     return statistics.median(values) if values else None
 
