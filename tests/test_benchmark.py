@@ -20,6 +20,7 @@ from capture import without_inductor
 from conftest import INDUCTOR, LEANRL, ROOT, SHORT, make_commit, scripted_world, text
 from envs import ScriptedGames
 from torch.autograd import DeviceType
+from torch.utils.tensorboard import SummaryWriter
 
 from benchmark import curve, machine, profile_run, records, terminal
 from benchmark.collection import COLLECTION
@@ -168,6 +169,17 @@ def test_gpu_samples_become_an_area_and_a_peak(monkeypatch, visible):
 def test_a_curve_leaves_out_the_time_for_which_its_run_was_stopped():
     # Taken up at 100, and what was done since 20 is lost: it goes on as at 20.
     assert curve.seconds_run([0, 100, 200], [10, 20, 110, 130, 201]) == [10, 20, 30, 50, 51]
+
+
+def test_a_curve_is_of_the_finite_returns_that_a_run_logged(tmp_path):
+    (tmp_path / "starts.txt").write_text("0\n")
+    with SummaryWriter(str(tmp_path / "a_run")) as writer:
+        for step, value in ((1000, 1.0), (2000, 3.0)):
+            writer.add_scalar("charts/episodic_return", value, step, walltime=step / 100)
+            writer.add_scalar("charts/eval_return", value if step == 1000 else float("nan"), step)
+    found = curve.in_groups(curve.logged(tmp_path))
+    returns = {"step": [1000, 2000], "seconds": [10, 20], "episodic_return": [1, 3]}
+    assert found == returns | {"eval_step": [1000], "eval_return": [1]}
 
 
 def test_groups_end_with_their_last_value_and_average_the_other_column():

@@ -1,7 +1,6 @@
-"""Learning curves: intervals over seeds, runs that have ended and runs that have not; and the studies."""
+"""Learning curves: intervals over seeds, the literature, what is published; and the studies."""
 
 import ast
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from torch.utils.tensorboard import SummaryWriter
 
 from benchmark import records, tables
 from benchmark.report import learning, plots
@@ -41,19 +39,18 @@ def line(seed: int, value: float | None, env_id="HalfCheetah-v4", mode="compile"
 
 def test_returns_stand_beside_the_literature():
     runs = [line(1, 9000.0), line(2, 10000.0), line(3, None)]
-    short = line(1, 500.0, "Hopper-v4", total_timesteps=300_000)
-    behind, longer = line(4, 1.0, total_timesteps=900_000), line(1, 7000.0, steps=3_000_000)
-    table, *below = learning.returns_table([short, *runs, behind, longer]).split("\n\n")
+    hopper, longer = line(1, 500.0, "Hopper-v4"), line(1, 7000.0, steps=3_000_000)
+    table, below = learning.returns_table([hopper, *runs, longer]).split("\n\n")
     first, second, third = table.split("\n")[2:]
     start = f"| {TD3}, HalfCheetah-v4 | 1.00M | 2 | 9500 [9000, 10000] |"
     assert first.startswith(f"{start} 9000, 10000 | 9583 ± 126 |")
-    assert second.startswith(f"| {TD3}, HalfCheetah-v4 | 1.00M of 3.00M | 1 | 7000 | 7000 | 9583 ± 126, 1M |")
-    assert third.startswith(f"| {TD3}, Hopper-v4 | 0.30M of 1.00M | 1 | 500 | 500 | 3135 ± 360 |")
-    assert below == [f"On their way: {TD3} HalfCheetah-v4 seed 4 at 0.90M: 1.0.", "A CPU; torch 2"]
+    assert second.startswith(f"| {TD3}, HalfCheetah-v4 | 3.00M | 1 | 7000 | 7000 | 9583 ± 126, 1M |")
+    assert third.startswith(f"| {TD3}, Hopper-v4 | 1.00M | 1 | 500 | 500 | 3135 ± 360 |")
+    assert below == "A CPU; torch 2"
     assert first.endswith("| authors 9637 ± 859, best of a run; Tianshou 10201 ± 773, best of a run |")
     assert "| 2 | 9000 [9000, 9000] | all 9000 |" in learning.returns_table([runs[0], line(2, 9000.0)])
-    # The README's has what has ended.
-    assert learning.returns_table([*runs, longer], short=True).split("\n")[2:] == [f"{start} 9583 ± 126 |"]
+    # The README's has one environment of each script.
+    assert learning.returns_table([hopper, *runs], short=True).split("\n")[2:] == [f"{start} 9583 ± 126 |"]
     # A sweep's has what its modes have reached.
     assert learning.sweep_table([runs[1], runs[2], runs[0]]).split("\n")[2:] == [
         f"| {TD3}, HalfCheetah-v4: LeanRL `--compile` | 1,000,000 | 2 | 9500 [9000, 10000] | 9000, 10000 |"
@@ -85,29 +82,12 @@ def test_a_variant_has_a_colour_and_a_seed_a_line():
     assert [text.get_text() for text in axis.get_legend().get_texts()] == ["a", "b"]
 
 
-def log(runs: Path, seed: int, episodes: int) -> None:
-    """What a run leaves that has logged episodes of a thousand steps and a second, and has not ended."""
-    runs.mkdir(parents=True)
-    (runs / "starts.txt").write_text("0\n")
-    command = ["python", f"/somewhere/leanrl/{TD3}_torchcompile.py", "--compile", "--env-id=HalfCheetah-v4"]
-    about = {"command": [*command, f"--seed={seed}", "--total-timesteps=1000000"], "versions": {"torch": "1"}}
-    about |= {"hardware": {"cpu": "Another", "cores": 8, "gpu": "A GPU"}, "git_commit": "abc"}
-    (runs / "about.json").write_text(json.dumps(about))
-    with SummaryWriter(str(runs / "a_run")) as writer:
-        for episode in range(episodes):
-            writer.add_scalar("charts/episodic_return", episode, 1000 * (episode + 1), walltime=episode + 1)
-        for step, value in ((50_000, 50.0), (100_000, 100.0), (150_000, float("nan"))):
-            writer.add_scalar("charts/eval_return", value, step)
-
-
 @pytest.fixture
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Seed 10 ended in three modes, 8 failed, 9 died early and goes on."""
+    """Seed 10 ended in three modes, 8 failed."""
     folder = tmp_path / "sweep"
+    folder.mkdir()
     monkeypatch.setattr(learning, "RESULTS", tmp_path)
-    for seed, number, episodes in ((8, 1, 300), (9, 9, 20), (9, 10, 200)):
-        log(folder / "jobs" / line(seed, None)["job"] / str(number) / "runs", seed, episodes)
-    (folder / "sweep.json").write_text(json.dumps({"id": SWEEP}))
     ended = [line(10, value, mode=mode) for mode, value in (("both", 8e3), ("compile", 9e3), ("eager", 7e3))]
     failed = line(8, 1.0, status="failed", reason="", log="")
     records.replace(folder / "results.jsonl", [*ended, failed])
@@ -121,27 +101,19 @@ def taken_over(name: str = "learning") -> tuple[list[dict], list[dict]]:
     return lines, records.read(learning.RESULTS / f"{name}.curves.jsonl", records.check_curve)
 
 
-def test_runs_are_taken_over_as_far_as_they_are(sweep):
+def test_a_run_is_published_once_and_the_last_time_it_was_made(sweep):
     learning.take_over([sweep])
     lines, drawn = taken_over()
     # Not what failed; and a seed once, in a mode in which people run the twin.
-    assert [(run["seed"], run["mode"]) for run in lines] == [(9, "compile"), (10, "compile")]
-    reached = [lines[0][key] for key in ("total_timesteps", "episodic_return", "sps", "git_commit")]
-    assert reached == [200_000, 149.5, None, "abc"]
-    assert lines[0]["hardware"]["gpu"] == "A GPU"
-    assert [found["job"] for found in drawn] == [run["job"] for run in lines]
-    assert (drawn[0]["step"][-1], drawn[0]["seconds"][-1], len(drawn[0]["step"])) == (200_000, 200.0, 100)
-    assert (drawn[0]["eval_step"], drawn[0]["eval_return"]) == ([50_000, 100_000], [50, 100])
-    # Later it has ended, and takes the place of what it was, for good.
-    before = (sweep / "results.jsonl").read_bytes()
-    records.append(sweep / "results.jsonl", line(9, 700.0, resume="/somewhere/runs/a_run"))
-    records.append(sweep / "curves.jsonl", curve(lines[0]["job"]))
-    learning.take_over([sweep])
-    (sweep / "results.jsonl").write_bytes(before)
+    assert [(run["seed"], run["episodic_return"]) for run in lines] == [(10, 9000)]
+    records.append(sweep / "results.jsonl", line(10, 700.0, sweep="later", resume="/somewhere/runs/a_run"))
+    records.append(sweep / "results.jsonl", line(9, 500.0))
+    records.append(sweep / "curves.jsonl", curve(lines[0]["job"]) | {"sweep": "later", "step": [1, 2]})
+    records.append(sweep / "curves.jsonl", curve(line(9, None)["job"]))
     learning.take_over([sweep])
     lines, drawn = taken_over()
-    assert [(run["episodic_return"], run.get("resume")) for run in lines] == [(700, "a_run"), (9000, None)]
-    assert drawn[0]["step"] == [1, 1_000_000]
+    assert [(run["episodic_return"], run.get("resume")) for run in lines] == [(500, None), (700, "a_run")]
+    assert [found["step"] for found in drawn] == [[1, 1_000_000], [1, 2]]
 
 
 def test_variants_have_a_table_of_their_own(sweep):
@@ -154,7 +126,7 @@ def test_variants_have_a_table_of_their_own(sweep):
     lines, _ = taken_over("ablation")
     records.replace(learning.RESULTS / "learning.jsonl", [line(1, 500.0), line(1, 500.0, "Hopper-v4")])
     _, _, *rows = learning.ablation_table(lines).split("\n\n")[0].split("\n")
-    # Below the default of as many steps, and without what is under way.
+    # Below the default of as many steps.
     reached = {"default": 500, "truncation": 9000, "none": 9000}
     expected = [
         f"| HalfCheetah-v4: {name} | 1.00M | 1 | {value} | {value} |" for name, value in reached.items()
@@ -164,11 +136,11 @@ def test_variants_have_a_table_of_their_own(sweep):
         learning.take_over([sweep], "truncation", "learning")
 
 
-def test_the_mean_is_that_of_what_is_through_and_of_episodes_that_end_at_one_step():
+def test_the_mean_is_that_of_all_seeds_and_of_episodes_that_end_at_one_step():
     _, (axis,) = tables.panels(1, "")
-    learning.draw(axis, [curve("0", 1000), curve("1", 980), curve("2", 500), curve("3", 400)])
-    assert (len(axis.lines), len(axis.collections)) == (5, 1)
-    assert sorted(axis.get_legend_handles_labels()[1]) == ["LeanRL, 2 seeds", "LeanRL, under way"]
+    learning.draw(axis, [curve("0", 1000), curve("1", 980)])
+    assert (len(axis.lines), len(axis.collections)) == (3, 1)
+    assert axis.get_legend_handles_labels()[1] == ["LeanRL, 2 seeds"]
     of_many = curve("0") | {
         "step": [1, 500_000, 500_000, 1_000_000],
         "episodic_return": [0.0, 10.0, 30.0, 40.0],

@@ -4,31 +4,24 @@
     ./run.sh python -m benchmark.report.learning --variant V ...      into ablation.jsonl, as a variant's
     ./run.sh python -m benchmark.report.learning --variant V --file many_envs ...      or into another one
 
-Runs that have not ended are taken as far as they are, from their logs; started again, their sweep goes on
-with them. A line replaces an earlier one of the same run that was not further. ./run.sh report makes
-docs/learning.md of it.
+A line replaces an earlier one of the same run. ./run.sh report makes docs/learning.md of it.
 """
 
 import argparse
-import json
 import statistics
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from benchmark import RESULTS, records
 from benchmark.collection import COLLECTION
-from benchmark.curve import in_groups, logged
-from benchmark.machine import script_in
 from benchmark.modes import LIBRARIES
 from benchmark.report.plots import at_each_step, draw_evaluations, on_one_grid
 from benchmark.tables import by, by_task, markdown, name_of, packages_and_commits, panels
 from benchmark.terminal import refuse
 
-LAST = 100  # training episodes, whose mean return is what a run has reached
-THROUGH = 0.95  # of the steps of the longest run: what is less far is not part of a mean, nor in the README
 # Columns of the literature's figures, and the sources in each.
 SOURCES = {name: (name,) for name in ("CleanRL", "Stable-Baselines3 zoo")} | {"others": ("authors", "others")}
 OF_A_SOURCE = ("source", "about", "url", "spread_of", "returns")
@@ -61,22 +54,6 @@ def counted(steps: str) -> int:
 def told(value: float) -> str:
     """A return; a small one, such as Pong's, with a decimal."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}"
-
-
-def is_through(steps: int, asked: int) -> bool:
-    """Whether a run of so many steps has come to the end of those asked for, or nearly."""
-    return steps >= THROUGH * asked
-
-
-def how_far(steps: int, asked: int) -> str:
-    """Steps in millions and, of runs that are under way, those asked for: 998,426 are 1.00M."""
-    return f"{steps / MILLION:.2f}M" + ("" if is_through(steps, asked) else f" of {asked / MILLION:.2f}M")
-
-
-def through(runs: list[dict]) -> tuple[list[dict], int]:
-    """The runs that are about as far as the one that is furthest, and how far that is."""
-    most = max(run["total_timesteps"] for run in runs)
-    return [run for run in runs if is_through(run["total_timesteps"], most)], most
 
 
 def reached(runs: list[dict]) -> str:
@@ -125,28 +102,19 @@ def trained(lines: list[dict]) -> list[dict]:
 def returns_table(lines: list[dict], short: bool = False) -> str:
     """Mean return of the last training episodes over seeds, with its interval, beside the literature's."""
     others, columns = literature(), ["CleanRL"] if short else list(SOURCES)
-    rows, behind = [], []
-    for (algorithm, env_id, asked), found in by_task(trained(lines)).items():
-        runs, most = through(found)
-        if short and not (is_headline(runs[0]) and is_through(most, asked)):
+    rows = []
+    for (algorithm, env_id, asked), runs in by_task(trained(lines)).items():
+        if short and not is_headline(runs[0]):
             continue
-        behind += [run for run in found if run not in runs]
-        cells = [f"{algorithm}, {env_id}", how_far(most, asked), str(len(runs)), reached(runs)]
+        cells = [f"{algorithm}, {env_id}", f"{asked / MILLION:.2f}M", str(len(runs)), reached(runs)]
         cells.append("" if short else by_seed(runs))
         for column in columns:
             figures = [one for name in SOURCES[column] for one in others.get((algorithm, env_id, name), [])]
             cells.append(reached_by_others(figures, asked))
         rows.append(cells)
     header = ["", "steps", "seeds", "mean return [95 % interval]", "by seed", *columns]
-    if short:
-        return markdown(header, rows)
-    going = []
-    for run in behind:
-        steps = how_far(run["total_timesteps"], 0)
-        name = f"{run['algorithm']} {run['env_id']} seed {run['seed']}"
-        going.append(f"{name} at {steps}: {told(run['episodic_return'])}")
-    below = [f"On their way: {'; '.join(going)}."] if going else []
-    return "\n\n".join([markdown(header, rows), *below, made_with(lines)])
+    table = markdown(header, rows)
+    return table if short else f"{table}\n\n{made_with(lines)}"
 
 
 def sweep_table(lines: list[dict]) -> str:
@@ -170,10 +138,9 @@ def ablation_table(lines: list[dict]) -> str:
     for (env_id, asked), of_steps in by(trained(lines), "env_id", "steps").items():
         # Rows of an environment are named alike, whatever their steps.
         ambiguous = len(by(envs[env_id,], "variant")) < len(by(envs[env_id,], "variant", "algorithm"))
-        for (variant, algorithm), found in by(of_steps, "variant", "algorithm").items():
-            runs, most = through(found)
+        for (variant, algorithm), runs in by(of_steps, "variant", "algorithm").items():
             name = f"{env_id}: {f'{algorithm}, {variant}' if ambiguous else variant}"
-            rows.append([name, how_far(most, asked), str(len(runs)), reached(runs), by_seed(runs)])
+            rows.append([name, f"{asked / MILLION:.2f}M", str(len(runs)), reached(runs), by_seed(runs)])
     table = markdown(["", "steps", "seeds", "mean return [95 % interval]", "by seed"], rows)
     return f"{table}\n\n{made_with(lines)}"
 
@@ -200,22 +167,17 @@ def literature_table(lines: list[dict]) -> str:
 
 
 def draw(axis, curves: list[dict]) -> None:
-    """Return against steps: single seeds thin, and the mean, with its interval, of those that are through."""
-    most = max(curve["step"][-1] for curve in curves)
-    done = [curve for curve in curves if is_through(curve["step"][-1], most)]
-    seeds = f"LeanRL, {len(done)} seed{'s' * (len(done) > 1)}"
+    """Return against steps: single seeds thin, and their mean, with its interval."""
+    seeds = f"LeanRL, {len(curves)} seed{'s' * (len(curves) > 1)}"
     alone = {"color": COLOUR, "linewidth": 1.5, "label": seeds}
-    going = THIN | {"linestyle": "--", "label": "LeanRL, under way"}
     for curve in curves:
         steps, values = at_each_step(curve, "step", "episodic_return")
-        style = going if curve not in done else alone if len(done) == 1 else THIN
-        axis.plot(steps / MILLION, values, **style)
-        going = going | {"label": None} if style is going else going
-    if len(done) > 1 and (found := on_one_grid(done, "step", "episodic_return")):
+        axis.plot(steps / MILLION, values, **(alone if len(curves) == 1 else THIN))
+    if len(curves) > 1 and (found := on_one_grid(curves, "step", "episodic_return")):
         steps, values = found
         axis.plot(steps / MILLION, values.mean(axis=0), color=COLOUR, linewidth=2, label=seeds)
         axis.fill_between(steps / MILLION, *interval(values), color=COLOUR, alpha=0.25, linewidth=0)
-    draw_evaluations(axis, done, COLOUR, "evaluation", MILLION)
+    draw_evaluations(axis, curves, COLOUR, "evaluation", MILLION)
 
 
 def mark(axis, algorithm: str, env_id: str) -> None:
@@ -237,12 +199,10 @@ def plot_curves(lines: list[dict], curves: list[dict], title: str, titled: str):
     if not kept:
         return None
     figure, axes = panels(len(kept), f"{title}: mean over seeds, 95 % bootstrap interval, single seeds")
-    for axis, ((algorithm, env_id, asked), drawn) in zip(axes, kept.items(), strict=True):
+    for axis, ((algorithm, env_id, _), drawn) in zip(axes, kept.items(), strict=True):
         draw(axis, drawn)
         mark(axis, algorithm, env_id)
-        most = max(curve["step"][-1] for curve in drawn)
-        going = "" if is_through(most, asked) else f", {how_far(most, asked)}"
-        axis.set_title(titled.format(algorithm=algorithm, env_id=env_id) + going, fontsize=11)
+        axis.set_title(titled.format(algorithm=algorithm, env_id=env_id), fontsize=11)
         axis.set(xlabel="million agent steps", ylabel="return of training episodes")
         axis.legend(framealpha=0.4, edgecolor="none", fontsize=9, loc="best")
         if np.ptp(axis.dataLim.intervaly) == 0:  # nothing is learnt: no ticks that none can reach
@@ -274,45 +234,18 @@ def plot_variants(lines: list[dict], curves: list[dict]):
 
 
 def plot_overview(lines: list[dict], curves: list[dict]):
-    """One environment of each algorithm, where a run has come to its end."""
-    ended = []
-    for (_, _, asked), runs in by_task(trained(lines)).items():
-        ended += runs if is_headline(runs[0]) and is_through(through(runs)[1], asked) else []
-    return plot_curves(ended, curves, "Learning curves", "{algorithm}, {env_id}")
-
-
-def unfinished_runs(folder: Path, ended: set[str]) -> Iterator[tuple[dict, dict]]:
-    """The lines of results and curves of runs of a sweep that have not ended, as far as their logs go.
-
-    Of the attempts at a run it is the last that counts. Runs that were started before they noted what they
-    are made with are left out.
-    """
-    sweep = json.loads((folder / "sweep.json").read_bytes())
-    files = sorted((folder / "jobs").glob("*/*/runs/about.json"), key=lambda file: int(file.parts[-3]))
-    for job, about in {file.parts[-4]: file for file in files}.items():
-        if job in ended or not (whole := logged(about.parent))["step"]:
-            continue
-        made_with = json.loads(about.read_bytes())
-        command = made_with.pop("command")
-        given = dict(part[2:].split("=", 1) for part in command if part.startswith("--") and "=" in part)
-        algorithm, mode, _ = job.split("-", 2)
-        run = {"format": records.FORMAT, "sweep": sweep["id"], "job": job}
-        line = run | {"attempts": int(about.parts[-3]), "status": "ok", "algorithm": algorithm, "mode": mode}
-        line |= {"script": script_in(command).stem, "env_id": given["env-id"], "seed": int(given["seed"])}
-        line |= {"ranks": int(given["nproc-per-node"])} if "nproc-per-node" in given else {}
-        line |= {"sps": None, "startup_seconds": None, "steps": int(given["total-timesteps"])}
-        line |= {"total_timesteps": whole["step"][-1]}
-        line["episodic_return"] = statistics.mean(whole["episodic_return"][-LAST:])
-        yield line | made_with, run | in_groups(whole) | {"gpu_seconds": [], "gpu_utilization": []}
+    """One environment of each algorithm."""
+    runs = [line for line in trained(lines) if is_headline(line)]
+    return plot_curves(runs, curves, "Learning curves", "{algorithm}, {env_id}")
 
 
 def take_over(folders: list[Path], variant: str | None = None, name: str = "ablation") -> None:
-    """Put the runs of sweeps among the published ones, unless those are further.
+    """Put the runs of sweeps among the published ones.
 
-    Of a seed that has been run for as many steps more than once it is the run that is further. Only runs of
-    the compiled twin are taken, as a variant any of ours. Runs of a variant go into the file `name`, others
-    into learning.jsonl. Raises ResultsError where one is wrong, where those of a variant are of several
-    modes, which its row would mix, and where the file has others.
+    A run takes the place of one with the same seed and steps. Only runs of the compiled twin are taken, as a
+    variant any of ours. Runs of a variant go into the file `name`, others into learning.jsonl. Raises
+    ResultsError where one is wrong, where those of a variant are of several modes, which its row would mix,
+    and where the file has others.
     """
     name = name if variant else "learning"
     files = {RESULTS / f"{name}.jsonl": records.check_run}
@@ -324,21 +257,16 @@ def take_over(folders: list[Path], variant: str | None = None, name: str = "abla
     drawn = {(curve["sweep"], curve["job"]): curve for curve in curves}
     modes = {line["mode"] for line in old if line.get("variant") == variant}
     for folder in folders:
-        lines = records.read(folder / "results.jsonl", growing=True)
         for curve in records.read(folder / "curves.jsonl", records.check_curve, growing=True):
             drawn[curve["sweep"], curve["job"]] = curve
-        going = unfinished_runs(folder, {line["job"] for line in lines})
-        for line, curve in [*((line, None) for line in lines), *going]:
+        for line in records.read(folder / "results.jsonl", growing=True):
             taken = line["mode"] not in LIBRARIES if variant else line["mode"] in TAKEN
             if line["status"] == "failed" or not taken:
                 continue
             line |= {"variant": variant} if variant else {}
             line |= {"resume": Path(line["resume"]).name} if line.get("resume") else {}
             modes.add(line["mode"])
-            known = found.get(identity(line), {"total_timesteps": 0})
-            if known["total_timesteps"] <= line["total_timesteps"]:
-                found[identity(line)] = line
-                drawn |= {(line["sweep"], line["job"]): curve} if curve else {}
+            found[identity(line)] = line
     if variant and len(modes) > 1:
         raise records.ResultsError(f"--variant takes runs of one mode, not {', '.join(sorted(modes))}")
     kept = sorted(found.values(), key=natural)

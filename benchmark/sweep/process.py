@@ -217,9 +217,8 @@ def run_job(folder: Path) -> None:
         shutil.rmtree(runs, ignore_errors=True)
         runs.mkdir()
     gpu = GpuSampler(env.get("CUDA_VISIBLE_DEVICES"))
-    # Asked before the run, at whose end the checkout may be at another commit, and kept for who asks earlier.
+    # Asked before the run, at whose end the checkout may be at another commit.
     outcome = provenance(job.command, env, gpu.name)
-    (runs / "about.json").write_text(json.dumps({"command": command, **outcome}))
     seconds_before, _ = children_usage()
     cold_start, start = mark_cache(cache), time.time()
     with (runs / "starts.txt").open("a") as starts:
