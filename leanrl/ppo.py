@@ -190,8 +190,6 @@ def parse_args() -> tuple[Args, dict]:
     if typed.resume or typed.evaluate:
         file = Path(typed.evaluate or Path(typed.resume, "checkpoint.pt")).resolve()
         checkpoint = torch.load(file, map_location="cpu", weights_only=True) | {"file": file}
-        if "save_model" in checkpoint["args"]:
-            sys.exit(f"{file} is of LeanRL 0.2, whose scripts go on with it")
         saved = {name: value for name, value in checkpoint["args"].items() if name in Args.__annotations__}
     args = tyro.cli(Args, default=Args(**saved))
     for name in FIXED if args.resume else ():

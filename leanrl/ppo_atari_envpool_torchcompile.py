@@ -268,8 +268,7 @@ class Compiled:
             return self.look(args)
         for place, arg in zip(self.places, args, strict=True):
             self.inputs[place] = arg
-        results = self.graph([*self.inputs])
-        return results[0] if results else None
+        return next(iter(self.graph([*self.inputs])), None)
 
     def look(self, args: tuple[Tensor, ...]) -> Tensor | None:
         """Call it with the guards of `torch.compile`; note Inductor's graph and the tensors that it takes."""
@@ -284,6 +283,8 @@ class Compiled:
         with stance, patch.object(CompiledFxGraph, "__call__", note):
             result = self.guarded(*args)
         [(self.graph, ids, inputs)] = notes
+        if len(self.graph.output_strides) > (result is not None):  # which a direct call would not write back
+            raise RuntimeError("what it writes to a network would be lost: take that by its flat name")
         self.places = [ids.index(id(arg)) for arg in args]
         for place, tensor in enumerate(self.inputs):
             if place not in self.places and tensor.data_ptr() != inputs[place].data_ptr():
@@ -302,8 +303,6 @@ def parse_args() -> tuple[Args, dict]:
     if typed.resume or typed.evaluate:
         file = Path(typed.evaluate or Path(typed.resume, "checkpoint.pt")).resolve()
         checkpoint = torch.load(file, map_location="cpu", weights_only=True) | {"file": file}
-        if "save_model" in checkpoint["args"]:
-            sys.exit(f"{file} is of LeanRL 0.2, whose scripts go on with it")
         saved = {name: value for name, value in checkpoint["args"].items() if name in Args.__annotations__}
     args = tyro.cli(Args, default=Args(**saved))
     for name in FIXED if args.resume else ():

@@ -365,8 +365,8 @@ class Flat(nn.Module):
         super().__init__()
         named = [(name, param) for name, param in networks[0].named_parameters() if param.requires_grad]
         named.sort(key=lambda item: item[1].numel() % 16 != 0)  # sizes that 16 divides keep the next aligned
-        several = [len(networks)] if len(networks) > 1 else []
-        self.networks, self.shapes = [*networks], {name: [*several, *param.shape] for name, param in named}
+        self.networks, self.shapes = [*networks], {name: [len(networks), *p.shape] for name, p in named}
+        self.frozen = [name for name, param in networks[0].named_parameters() if not param.requires_grad]
         params = [network.get_parameter(name) for name in self.shapes for network in networks]
         self.params = nn.Parameter(nn.utils.parameters_to_vector(params).detach())
         nn.utils.vector_to_parameters(self.params.detach(), [param.requires_grad_(False) for param in params])
@@ -376,7 +376,8 @@ class Flat(nn.Module):
         views = {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts, strict=True)}
         compute = partial(torch.func.functional_call, self.networks[0], args=inputs)
         if len(self.networks) == 1:
-            return compute(views)
+            return compute({name: view[0] for name, view in views.items()})
+        views |= {key: torch.stack([net.get_parameter(key) for net in self.networks]) for key in self.frozen}
         # (n, batch, ...): vmap makes one batched product of a layer of all.
         return torch.vmap(compute, randomness="different")(views)
 
@@ -426,8 +427,7 @@ class Compiled:
             return self.look(args)
         for place, arg in zip(self.places, args, strict=True):
             self.inputs[place] = arg
-        results = self.graph([*self.inputs])
-        return results[0] if results else None
+        return next(iter(self.graph([*self.inputs])), None)
 
     def look(self, args: tuple[Tensor, ...]) -> Tensor | None:
         """Call it with the guards of `torch.compile`; note Inductor's graph and the tensors that it takes."""
@@ -442,6 +442,8 @@ class Compiled:
         with stance, patch.object(CompiledFxGraph, "__call__", note):
             result = self.guarded(*args)
         [(self.graph, ids, inputs)] = notes
+        if len(self.graph.output_strides) > (result is not None):  # which a direct call would not write back
+            raise RuntimeError("what it writes to a network would be lost: take that by its flat name")
         self.places = [ids.index(id(arg)) for arg in args]
         for place, tensor in enumerate(self.inputs):
             if place not in self.places and tensor.data_ptr() != inputs[place].data_ptr():
@@ -460,8 +462,6 @@ def parse_args() -> tuple[Args, dict]:
     if typed.resume or typed.evaluate:
         file = Path(typed.evaluate or Path(typed.resume, "checkpoint.pt")).resolve()
         checkpoint = torch.load(file, map_location="cpu", weights_only=True) | {"file": file}
-        if "save_model" in checkpoint["args"]:
-            sys.exit(f"{file} is of LeanRL 0.2, whose scripts go on with it")
         saved = {name: value for name, value in checkpoint["args"].items() if name in Args.__annotations__}
     args = tyro.cli(Args, default=Args(**saved))
     for name in FIXED if args.resume else ():

@@ -194,8 +194,6 @@ def parse_args() -> tuple[Args, dict]:
     if typed.resume or typed.evaluate:
         file = Path(typed.evaluate or Path(typed.resume, "checkpoint.pt")).resolve()
         checkpoint = torch.load(file, map_location="cpu", weights_only=True) | {"file": file}
-        if "save_model" in checkpoint["args"]:
-            sys.exit(f"{file} is of LeanRL 0.2, whose scripts go on with it")
         saved = {name: value for name, value in checkpoint["args"].items() if name in Args.__annotations__}
     args = tyro.cli(Args, default=Args(**saved))
     for name in FIXED if args.resume else ():
@@ -316,7 +314,8 @@ if __name__ == "__main__":
         alpha = log_alpha.detach().exp()
         actor_loss = (alpha * log_prob - qf_values).mean()  # equation 7
         actor_optimizer.zero_grad()
-        actor_loss.backward(inputs=[param for param in actor.parameters() if param.requires_grad])
+        learning = [param for param in actor_optimizer.param_groups[0]["params"] if param.requires_grad]
+        actor_loss.backward(inputs=learning)
         actor_optimizer.step()
         record(alpha=alpha, actor_loss=actor_loss)
         if args.autotune:

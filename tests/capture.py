@@ -148,6 +148,7 @@ class Interpreted(CompiledFxGraph):
     def __init__(self, graph: torch.fx.GraphModule, _):
         self.current_callable = lambda inputs: graph.forward(*inputs)
         self._boxed_call, self._compile_context, self.compiled_fn_runner = True, None, None
+        self.output_strides = graph.graph.output_node().args[0]
 
 
 def without_inductor():

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmark.no_velocity import POSITIONS
 
-SAC, PPO = "sac_continuous_action", "ppo_continuous_action"
+SAC, TD3, PPO = "sac_continuous_action", "td3_continuous_action", "ppo_continuous_action"
 TWO = ("--num-envs", 2)
 
 
@@ -98,18 +98,47 @@ def test_evaluation_is_in_evaluation_mode_and_training_goes_on_in_training_mode(
 
 
 FROZEN = {
-    SAC: "self.fc1 = nn.Linear(obs_dim, 256, device=device)",
-    PPO: "layer_init(nn.Linear(obs_dim, 64, device=device))",
+    SAC: ("self.fc1 = nn.Linear(obs_dim, 256, device=device)", "actor.fc1.weight", "actor.fc2.weight"),
+    PPO: (
+        "layer_init(nn.Linear(obs_dim, 64, device=device))",
+        "agent.actor_mean.0.weight",
+        "agent.actor_mean.2.weight",
+    ),
+    # Of two critics, which differ in it.
+    TD3: (
+        "self.fc1 = nn.Linear(obs_dim + action_dim, 256, device=device)",
+        "qf2.fc1.weight",
+        "qf2.fc2.weight",
+    ),
 }
+
+
+def test_an_optimizer_may_have_a_parameter_of_its_own():
+    made = "    actor_optimizer = optim.Adam(actor.parameters()"
+    own = "    own = nn.ModuleList([actor, nn.PReLU(device=device)])\n"
+    passages = [made, own + made.replace("actor.p", "own.p"), '{"actor": actor', '{"actor": own']
+    passages += ["-qf1(obs, actor(obs)).mean()", "-qf1(obs, own[1](actor(obs))).mean()"]
+    with changed(TD3, *passages):
+        [slope] = run(TD3, *SHORT[TD3])["state"]["actor"][1].parameters()
+    assert slope.item() != 0.25
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous_action"])
+def test_a_twin_acts_in_numpy_where_that_is_what_act_computes(name):
+    """Not where users have changed `act`, for a layer before those of the actor."""
+    actor = "agent.actor" if name == "ppo" else "agent.actor_mean"
+    cases = {"numpy_policy": (), "torch_policy": (f"return {actor}(obs)", f"return {actor}(-obs)")}
+    for policy, passages in cases.items():
+        with changed(twin := f"{name}_torchcompile", *passages):
+            assert run(twin, *SHORT[name])["policy"].__name__ == policy
 
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_layers_can_be_frozen(name):
     """In both files, with the same numbers; they stay, and the others learn."""
-    passage, states, options = FROZEN[name], [], (*world(name, "Scripted"), *SHORT[name])
+    passage, *weights = FROZEN[name]
+    states, options = [], (*world(name, "Scripted"), *SHORT[name])
     options += () if name not in OFF_POLICY else ("--total-timesteps", 115)
-    of_sac = ("actor.fc1.weight", "actor.fc2.weight")
-    weights = ("agent.actor_mean.0.weight", "agent.actor_mean.2.weight") if name == PPO else of_sac
     for file, draws in ((name, conftest.draws_of_a_twin(name)), (f"{name}_torchcompile", nullcontext())):
         with changed(file, passage, f"{passage}.requires_grad_(False)"), draws:
             before = conftest.numbers(run(file, *options, *conftest.rates(name, 0)))
