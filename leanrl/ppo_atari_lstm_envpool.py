@@ -1,4 +1,4 @@
-# LeanRL 0.3.0
+# LeanRL 0.3.1
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
