@@ -431,7 +431,8 @@ if __name__ == "__main__":
         qf_values = (qf1_values + qf2_values) / 2  # the mean, where SAC has the lower one
         actor_loss = (log_alpha.detach().exp() * log_prob[:, 0] - qf_values).mean()  # SAC, equation 7
         actor_optimizer.zero_grad()
-        learning = [param for param in actor_optimizer.param_groups[0]["params"] if param.requires_grad]
+        groups = actor_optimizer.param_groups
+        learning = [param for group in groups for param in group["params"] if param.requires_grad]
         actor_loss.backward(inputs=learning)
         actor_optimizer.step()
         record(actor_loss=actor_loss, entropy=-log_prob.mean())

@@ -396,7 +396,8 @@ if __name__ == "__main__":
         qf1_values, qf2_values = ((qf(obs, actions).softmax(1) * support).sum(1) for qf in (qf1, qf2))
         actor_loss = -torch.minimum(qf1_values, qf2_values).mean()
         actor_optimizer.zero_grad()
-        learning = [param for param in actor_optimizer.param_groups[0]["params"] if param.requires_grad]
+        groups = actor_optimizer.param_groups
+        learning = [param for group in groups for param in group["params"] if param.requires_grad]
         actor_loss.backward(inputs=learning)
         actor_optimizer.step()
         record(actor_loss=actor_loss)

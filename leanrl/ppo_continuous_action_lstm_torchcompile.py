@@ -376,7 +376,7 @@ class Flat(nn.Module):
         views = {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts, strict=True)}
         compute = partial(torch.func.functional_call, self.networks[0], args=inputs)
         if len(self.networks) == 1:
-            return compute({name: view[0] for name, view in views.items()})
+            return compute({name: view.squeeze(0) for name, view in views.items()})
         views |= {key: torch.stack([net.get_parameter(key) for net in self.networks]) for key in self.frozen}
         # (n, batch, ...): vmap makes one batched product of a layer of all.
         return torch.vmap(compute, randomness="different")(views)
@@ -442,8 +442,8 @@ class Compiled:
         with stance, patch.object(CompiledFxGraph, "__call__", note):
             result = self.guarded(*args)
         [(self.graph, ids, inputs)] = notes
-        if len(self.graph.output_strides) > (result is not None):  # which a direct call would not write back
-            raise RuntimeError("what it writes to a network would be lost: take that by its flat name")
+        if len(self.graph.output_strides) > (result is not None):  # which a direct call would lose
+            raise RuntimeError("it writes to a network not read by its flat name, or returns a history")
         self.places = [ids.index(id(arg)) for arg in args]
         for place, tensor in enumerate(self.inputs):
             if place not in self.places and tensor.data_ptr() != inputs[place].data_ptr():

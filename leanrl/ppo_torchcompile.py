@@ -216,7 +216,7 @@ class Flat(nn.Module):
         views = {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts, strict=True)}
         compute = partial(torch.func.functional_call, self.networks[0], args=inputs)
         if len(self.networks) == 1:
-            return compute({name: view[0] for name, view in views.items()})
+            return compute({name: view.squeeze(0) for name, view in views.items()})
         views |= {key: torch.stack([net.get_parameter(key) for net in self.networks]) for key in self.frozen}
         # (n, batch, ...): vmap makes one batched product of a layer of all.
         return torch.vmap(compute, randomness="different")(views)
@@ -282,8 +282,8 @@ class Compiled:
         with stance, patch.object(CompiledFxGraph, "__call__", note):
             result = self.guarded(*args)
         [(self.graph, ids, inputs)] = notes
-        if len(self.graph.output_strides) > (result is not None):  # which a direct call would not write back
-            raise RuntimeError("what it writes to a network would be lost: take that by its flat name")
+        if len(self.graph.output_strides) > (result is not None):  # which a direct call would lose
+            raise RuntimeError("it writes to a network not read by its flat name, or returns a history")
         self.places = [ids.index(id(arg)) for arg in args]
         for place, tensor in enumerate(self.inputs):
             if place not in self.places and tensor.data_ptr() != inputs[place].data_ptr():
@@ -401,13 +401,18 @@ if __name__ == "__main__":
     act_in_numpy = all(type(layer) is nn.Linear and layer.bias is not None for layer in others)
     act_in_numpy &= type(agent.actor) is nn.Sequential and args.precision != "bfloat16"
     act_in_numpy &= args.num_envs <= 256
-    if act_in_numpy:  # `act` may do more than these layers
+    if act_in_numpy:  # `act` may do more than these layers: compare them, with weights of any size
+        params, rng = flat_agent.params.detach(), np.random.default_rng(0)
+        before = params.clone()
+        params.copy_(torch.from_numpy(rng.normal(scale=0.5, size=len(params))))
         layers = [[p.cpu().numpy() for p in layer.parameters()] for layer in agent.actor]
-        example = np.random.default_rng(0).normal(size=(args.num_envs, obs_dim)).astype(np.float32)
-        act_in_numpy = np.allclose(numpy_policy(example), torch_policy(example), atol=1e-3)
+        example = rng.normal(scale=3, size=(64, obs_dim)).astype(np.float32)
+        act_in_numpy = np.allclose(numpy_policy(example), torch_policy(example), atol=0.1)
+        params.copy_(before)
     policy = numpy_policy if act_in_numpy else torch_policy
     if not act_in_numpy:
-        print("acting in PyTorch: NumPy is for float32, Linear and Tanh, 256 environments", file=sys.stderr)
+        told = "NumPy is for an act of Linear and Tanh alone, in float32, and 256 environments"
+        print(f"acting in PyTorch: {told}", file=sys.stderr)
 
     def choose(scores: np.ndarray) -> np.ndarray:
         """The choice of the highest score in each part: (n, len(nvec)) of (n, sum(nvec))."""

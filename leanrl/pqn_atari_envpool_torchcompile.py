@@ -299,8 +299,8 @@ class Compiled:
         with stance, patch.object(CompiledFxGraph, "__call__", note):
             result = self.guarded(*args)
         [(self.graph, ids, inputs)] = notes
-        if len(self.graph.output_strides) > (result is not None):  # which a direct call would not write back
-            raise RuntimeError("what it writes to a network would be lost: take that by its flat name")
+        if len(self.graph.output_strides) > (result is not None):  # which a direct call would lose
+            raise RuntimeError("it writes to a network not read by its flat name, or returns a history")
         self.places = [ids.index(id(arg)) for arg in args]
         for place, tensor in enumerate(self.inputs):
             if place not in self.places and tensor.data_ptr() != inputs[place].data_ptr():

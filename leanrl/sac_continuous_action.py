@@ -314,7 +314,8 @@ if __name__ == "__main__":
         alpha = log_alpha.detach().exp()
         actor_loss = (alpha * log_prob - qf_values).mean()  # equation 7
         actor_optimizer.zero_grad()
-        learning = [param for param in actor_optimizer.param_groups[0]["params"] if param.requires_grad]
+        groups = actor_optimizer.param_groups
+        learning = [param for group in groups for param in group["params"] if param.requires_grad]
         actor_loss.backward(inputs=learning)
         actor_optimizer.step()
         record(alpha=alpha, actor_loss=actor_loss)

@@ -293,7 +293,8 @@ if __name__ == "__main__":
         """One gradient step of the actor on obs (batch_size, obs_dim)."""
         actor_loss = -qf1(obs, actor(obs)).mean()  # algorithm 1
         actor_optimizer.zero_grad()
-        learning = [param for param in actor_optimizer.param_groups[0]["params"] if param.requires_grad]
+        groups = actor_optimizer.param_groups
+        learning = [param for group in groups for param in group["params"] if param.requires_grad]
         actor_loss.backward(inputs=learning)
         actor_optimizer.step()
         record(actor_loss=actor_loss)

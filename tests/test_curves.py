@@ -39,7 +39,7 @@ def line(seed: int, value: float | None, env_id="HalfCheetah-v4", mode="compile"
 
 def test_returns_stand_beside_the_literature():
     runs = [line(1, 9000.0), line(2, 10000.0), line(3, None)]
-    hopper, longer = line(1, 500.0, "Hopper-v4"), line(1, 7000.0, steps=3_000_000)
+    hopper, longer = line(1, 500.0, "Hopper-v4"), line(1, 7000.0, steps=3_000_000, total_timesteps=3_000_000)
     table, below = learning.returns_table([hopper, *runs, longer]).split("\n\n")
     first, second, third = table.split("\n")[2:]
     start = f"| {TD3}, HalfCheetah-v4 | 1.00M | 2 | 9500 [9000, 10000] |"

@@ -114,9 +114,10 @@ FROZEN = {
 
 
 def test_an_optimizer_may_have_a_parameter_of_its_own():
-    made = "    actor_optimizer = optim.Adam(actor.parameters()"
+    made = '    state = {"actor": actor'
     own = "    own = nn.ModuleList([actor, nn.PReLU(device=device)])\n"
-    passages = [made, own + made.replace("actor.p", "own.p"), '{"actor": actor', '{"actor": own']
+    own += '    actor_optimizer.add_param_group({"params": own[1].parameters()})\n'
+    passages = [made, own + made.replace(": actor", ": own")]
     passages += ["-qf1(obs, actor(obs)).mean()", "-qf1(obs, own[1](actor(obs))).mean()"]
     with changed(TD3, *passages):
         [slope] = run(TD3, *SHORT[TD3])["state"]["actor"][1].parameters()
@@ -127,10 +128,10 @@ def test_an_optimizer_may_have_a_parameter_of_its_own():
 def test_a_twin_acts_in_numpy_where_that_is_what_act_computes(name):
     """Not where users have changed `act`, for a layer before those of the actor."""
     actor = "agent.actor" if name == "ppo" else "agent.actor_mean"
-    cases = {"numpy_policy": (), "torch_policy": (f"return {actor}(obs)", f"return {actor}(-obs)")}
-    for policy, passages in cases.items():
-        with changed(twin := f"{name}_torchcompile", *passages):
-            assert run(twin, *SHORT[name])["policy"].__name__ == policy
+    changes = {f"{actor}(obs)": "numpy", f"{actor}(obs).tanh()": "torch", f"{actor}(obs / 1.05)": "torch"}
+    for change, by in (changes | {f"{actor}(obs.clamp(-5, 5))": "torch"}).items():
+        with changed(twin := f"{name}_torchcompile", f"return {actor}(obs)", f"return {change}"):
+            assert run(twin, *SHORT[name])["policy"].__name__ == f"{by}_policy"
 
 
 @pytest.mark.parametrize("name", FROZEN)

@@ -56,6 +56,11 @@ def told(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}"
 
 
+def how_far(runs: list[dict]) -> str:
+    """The agent steps that runs have made, in millions: 998,426 are 1.00M."""
+    return f"{max(run['total_timesteps'] for run in runs) / MILLION:.2f}M"
+
+
 def reached(runs: list[dict]) -> str:
     """The mean over seeds of what runs have reached, and its interval."""
     values = [run["episodic_return"] for run in runs]
@@ -106,7 +111,7 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
     for (algorithm, env_id, asked), runs in by_task(trained(lines)).items():
         if short and not is_headline(runs[0]):
             continue
-        cells = [f"{algorithm}, {env_id}", f"{asked / MILLION:.2f}M", str(len(runs)), reached(runs)]
+        cells = [f"{algorithm}, {env_id}", how_far(runs), str(len(runs)), reached(runs)]
         cells.append("" if short else by_seed(runs))
         for column in columns:
             figures = [one for name in SOURCES[column] for one in others.get((algorithm, env_id, name), [])]
@@ -135,12 +140,12 @@ def ablation_table(lines: list[dict]) -> str:
     compared = by_task(lines)
     lines = [*(line for line in whole if {*by_task([line])} <= compared.keys()), *lines]
     rows, envs = [], by(trained(lines), "env_id")
-    for (env_id, asked), of_steps in by(trained(lines), "env_id", "steps").items():
+    for (env_id, _), of_steps in by(trained(lines), "env_id", "steps").items():
         # Rows of an environment are named alike, whatever their steps.
         ambiguous = len(by(envs[env_id,], "variant")) < len(by(envs[env_id,], "variant", "algorithm"))
         for (variant, algorithm), runs in by(of_steps, "variant", "algorithm").items():
             name = f"{env_id}: {f'{algorithm}, {variant}' if ambiguous else variant}"
-            rows.append([name, f"{asked / MILLION:.2f}M", str(len(runs)), reached(runs), by_seed(runs)])
+            rows.append([name, how_far(runs), str(len(runs)), reached(runs), by_seed(runs)])
     table = markdown(["", "steps", "seeds", "mean return [95 % interval]", "by seed"], rows)
     return f"{table}\n\n{made_with(lines)}"
 
