@@ -64,7 +64,7 @@ install_anew() {
       die "$python cannot make a virtual environment: its venv module or ensurepip is missing"
     }
   fi
-  # Compiled is what scripts import, a fraction of what there is; here, or the first run would pay for it.
+  # Python compiles what scripts import, a fraction of all; now, or the first run would pay for it.
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
     "${@/#/--requirement=}" >&2
   "$venv/bin/python" -c 'import tensordict.nn, torch._inductor.compile_fx' 2>/dev/null || true

@@ -282,7 +282,7 @@ class Compiled:
         with stance, patch.object(CompiledFxGraph, "__call__", note):
             result = self.guarded(*args)
         [(self.graph, ids, inputs)] = notes
-        if len(self.graph.output_strides) > (result is not None):  # which a direct call would lose
+        if len(self.graph.output_strides) > (result is not None):  # an output that a direct call would lose
             raise RuntimeError("it writes to a network not read by its flat name, or returns a history")
         self.places = [ids.index(id(arg)) for arg in args]
         for place, tensor in enumerate(self.inputs):
@@ -401,7 +401,7 @@ if __name__ == "__main__":
     act_in_numpy = all(type(layer) is nn.Linear and layer.bias is not None for layer in others)
     act_in_numpy &= type(agent.actor) is nn.Sequential and args.precision != "bfloat16"
     act_in_numpy &= args.num_envs <= 256
-    if act_in_numpy:  # `act` may do more than these layers: compare them, with weights of any size
+    if act_in_numpy:  # `act` may do more than these layers: compare, at weights whose outputs are not near 0
         params, rng = flat_agent.params.detach(), np.random.default_rng(0)
         before = params.clone()
         params.copy_(torch.from_numpy(rng.normal(scale=0.5, size=len(params))))

@@ -285,7 +285,7 @@ class Compiled:
         with stance, patch.object(CompiledFxGraph, "__call__", note):
             result = self.guarded(*args)
         [(self.graph, ids, inputs)] = notes
-        if len(self.graph.output_strides) > (result is not None):  # which a direct call would lose
+        if len(self.graph.output_strides) > (result is not None):  # an output that a direct call would lose
             raise RuntimeError("it writes to a network not read by its flat name, or returns a history")
         self.places = [ids.index(id(arg)) for arg in args]
         for place, tensor in enumerate(self.inputs):

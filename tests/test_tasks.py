@@ -97,22 +97,6 @@ def test_evaluation_is_in_evaluation_mode_and_training_goes_on_in_training_mode(
     assert {*modes} == {False, True} and len(changes) >= 2
 
 
-FROZEN = {
-    SAC: ("self.fc1 = nn.Linear(obs_dim, 256, device=device)", "actor.fc1.weight", "actor.fc2.weight"),
-    PPO: (
-        "layer_init(nn.Linear(obs_dim, 64, device=device))",
-        "agent.actor_mean.0.weight",
-        "agent.actor_mean.2.weight",
-    ),
-    # Of two critics, which differ in it.
-    TD3: (
-        "self.fc1 = nn.Linear(obs_dim + action_dim, 256, device=device)",
-        "qf2.fc1.weight",
-        "qf2.fc2.weight",
-    ),
-}
-
-
 def test_an_optimizer_may_have_a_parameter_of_its_own():
     made = '    state = {"actor": actor'
     own = "    own = nn.ModuleList([actor, nn.PReLU(device=device)])\n"
@@ -132,6 +116,22 @@ def test_a_twin_acts_in_numpy_where_that_is_what_act_computes(name):
     for change, by in (changes | {f"{actor}(obs.clamp(-5, 5))": "torch"}).items():
         with changed(twin := f"{name}_torchcompile", f"return {actor}(obs)", f"return {change}"):
             assert run(twin, *SHORT[name])["policy"].__name__ == f"{by}_policy"
+
+
+FROZEN = {
+    SAC: ("self.fc1 = nn.Linear(obs_dim, 256, device=device)", "actor.fc1.weight", "actor.fc2.weight"),
+    PPO: (
+        "layer_init(nn.Linear(obs_dim, 64, device=device))",
+        "agent.actor_mean.0.weight",
+        "agent.actor_mean.2.weight",
+    ),
+    # Of two critics, which differ in it.
+    TD3: (
+        "self.fc1 = nn.Linear(obs_dim + action_dim, 256, device=device)",
+        "qf2.fc1.weight",
+        "qf2.fc2.weight",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FROZEN)
