@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from conftest import ROOT
 
 from benchmark import records, tables
 from benchmark.report import learning, plots
-from benchmark.studies import environments, samplers, small_networks, timing
+from benchmark.studies import environments, small_networks, timing
 
 TD3, SWEEP = "td3_continuous_action", "2026-01-01-0"
 MACHINE = {"versions": {"torch": "2"}, "hardware": {"cpu": "A CPU", "cores": 1, "gpu": None}}
@@ -188,16 +187,6 @@ def test_libraries_get_the_sizes_of_ours(tmp_path):
         given = {*environments.command("ppo_continuous_action", mode, 64, 1, python, tmp_path)}
         sizes = {"--batch-size=256"} if mode == "sb3" else {"--num-minibatches=8", "--update-epochs=10"}
         assert {"--num-envs=64", "--num-steps=32"} | sizes <= given
-
-
-@pytest.mark.parametrize("sampler", [samplers.two_levels, samplers.flat])
-def test_samplers_that_are_timed_draw_by_priorities_and_change_them(sampler, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    errors = torch.zeros(100)
-    errors[[3, 70]] = 1
-    draws = sampler(errors, torch.tensor([4.0, 0.0]))
-    assert next(draws).tolist() == [3, 70] and next(draws).tolist() == [3, 3]
-    assert not list(tmp_path.iterdir())  # frames are nowhere
 
 
 def test_runs_are_timed_and_those_that_fail_are_told_of_and_left_out(tmp_path, capsys):

@@ -308,17 +308,17 @@ def figures() -> list[dict]:
     return [*found, *convolutions()]
 
 
-def measure(made: Callable[[], list[dict]], shown: Callable[[list[dict]], str], output: Path | None) -> None:
+def main(output: Path | None) -> None:
     """Print the table of the figures, and write their lines to a file, if there is one."""
     check_output(output)
     gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else None
     made_with = provenance((sys.executable, __file__), dict(os.environ), gpu)
     about = {"format": records.FORMAT, "status": "ok"}
-    lines = [about | figure | made_with for figure in made()]
-    print(shown(lines))
+    lines = [about | figure | made_with for figure in figures()]
+    print(table(lines))
     if output:
         records.replace(output, lines, check)
 
 
 if __name__ == "__main__":
-    measure(figures, table, tyro.cli(Args).output)
+    main(tyro.cli(Args).output)
