@@ -4,9 +4,7 @@ import json
 import os
 import platform
 import re
-import resource
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,7 +50,7 @@ def version() -> dict[str, str]:
 
 def usable_cores() -> int:
     """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return len(os.sched_getaffinity(0))
 
 
 def processor(cpuinfo: str) -> str:
@@ -66,17 +64,12 @@ def processor(cpuinfo: str) -> str:
     return name if numbered else f"{name} (family {said['cpu family']}, model {said['model']})"
 
 
-def script_in(command: Sequence[str | Path]) -> Path:
-    """The script that a command runs, also where another module, such as torchrun's, starts it."""
-    return next(Path(part) for part in command if str(part).endswith(".py"))
-
-
 def provenance(command: Sequence[str | Path], env: dict[str, str], gpu: str | None = None) -> dict:
     """What a command, interpreter and script, runs with: versions, hardware, threads, commit."""
-    folder = script_in(command).parent
+    folder = Path(command[1]).parent
     options = {"cwd": folder, "env": env, "capture_output": True, "text": True, "check": True}
     answer = subprocess.run([command[0], "-c", ASK, *PACKAGES], **options).stdout
-    cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    cpuinfo = Path("/proc/cpuinfo").read_text()
     asked, threads = json.loads(answer.splitlines()[-1]), env.get("OMP_NUM_THREADS", "")
     mkl = {"mkl": "as on Intel"} if asked["preloaded"] and "AuthenticAMD" in cpuinfo else {}
     return {
@@ -85,17 +78,6 @@ def provenance(command: Sequence[str | Path], env: dict[str, str], gpu: str | No
         "git_commit": commit(folder),
         "threads": int(threads) if threads.isdecimal() else None,
     }
-
-
-def mebibytes(maxrss: int) -> float:
-    """`ru_maxrss` in MiB: macOS counts it in bytes, Linux in KiB."""
-    return maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-
-
-def children_usage() -> tuple[float, float]:
-    """Processor seconds of all that has run below this process, and the most MiB that one of it held."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime, mebibytes(usage.ru_maxrss)
 
 
 def summary_of(stdout: Path) -> dict | None:

@@ -39,11 +39,8 @@ MODES = {
     "tf32": Mode("LeanRL", "_torchcompile", (*BOTH, "--precision", "tf32")),
     "bfloat16": Mode("LeanRL", "_torchcompile", (*COMPILE, "--precision", "bfloat16")),
     "bfloat16_both": Mode("LeanRL", "_torchcompile", (*BOTH, "--precision", "bfloat16")),
-    "ranks": Mode("LeanRL multigpu, {ranks} ranks", "_multigpu", COMPILE),
-    "ranks_both": Mode("LeanRL multigpu, {ranks} ranks", "_multigpu", BOTH),
 }
 LIBRARIES = tuple(name for name, mode in MODES.items() if mode.library)
 ORIGINAL = tuple(name for name in LIBRARIES if MODES[name].library == "leanrl")
 PEERS = tuple(name for name in LIBRARIES if name not in ORIGINAL)  # which run with one interpreter
-RANKS = tuple(name for name, mode in MODES.items() if mode.suffix == "_multigpu")
 CUDA_MODES = tuple(name for name, mode in MODES.items() if "--cudagraphs" in mode.flags)

@@ -169,9 +169,6 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("--trace", type=Path)
     options, args = parser.parse_known_args()  # all else is the script's, --help included
-    scripts = sorted(path.stem for path in LEANRL.glob("*.py") if path.stem != "pool")
-    if options.name not in scripts:
-        refuse(f"takes one of: {' '.join(scripts)}, got {options.name}")
     default = Path("profiles", f"{options.name}-{datetime.now():%m%d-%H%M%S}.json.gz")
     trace = (options.trace or default).absolute()
     trace.parent.mkdir(parents=True, exist_ok=True)

@@ -75,11 +75,9 @@ class Measured(TypedDict, total=False):
     threads: int | None  # OMP_NUM_THREADS, None where PyTorch chose
     runs_per_gpu: int  # how many shared the GPU
     resumed: int | None  # the step from which it was taken up last, and sps counts; None where it ran through
-    cpu_busy_seconds: float  # processor time of the run
     # area under the curve of GPU utilisation, start-up left out; None without a GPU
     gpu_busy_seconds: float | None
     gpu_memory_mb: float | None  # the most that was in use on the GPU
-    ranks: int  # the processes of a run that has several
     episodic_return: float | None
     episodic_return_10: float | None
     git_commit: str | None
@@ -102,9 +100,6 @@ class Curve(TypedDict):
     # Evaluations during training, likewise. Missing in files from before there were any.
     eval_step: NotRequired[list[int]]
     eval_return: NotRequired[list[float]]
-    # GPU utilisation (0 to 1), in at most 100 groups: where each ended, and its mean. Empty without a GPU.
-    gpu_seconds: list[float]
-    gpu_utilization: list[float]
 
 
 class Timing(TypedDict):
@@ -124,9 +119,7 @@ class Description(TypedDict):
     id: str
     profile: str
     git_commit: str | None
-    # further arguments of its runs, and the ranks of those that have several; not in files of 0.2.0
-    options: NotRequired[dict[str, str]]
-    ranks: NotRequired[int]
+    options: NotRequired[dict[str, str]]  # further arguments of its runs; not in files of 0.2.0
 
 
 class Reached(TypedDict):
@@ -190,8 +183,7 @@ def check_run(line: object) -> None:
 def check_curve(line: object) -> None:
     """Raise ValueError, with one line that says why, unless this is a line of curves."""
     check_points(line)
-    episodes, evaluations = ("step", "seconds", "episodic_return"), ("eval_step", "eval_return")
-    for keys in (episodes, evaluations, ("gpu_seconds", "gpu_utilization")):
+    for keys in (("step", "seconds", "episodic_return"), ("eval_step", "eval_return")):
         if len({len(line.get(key, [])) for key in keys}) > 1:
             raise ValueError(f"has lists of several lengths: {', '.join(keys)}")
 

@@ -69,12 +69,6 @@ def fastest(modes: dict[str, list[dict]], among: tuple[str, ...]) -> list[dict] 
     return max((modes[mode] for mode in among if mode in modes), key=speed, default=None)
 
 
-def name_of(mode: str, runs: list[dict]) -> str:
-    """The name of a mode of these runs; where a run has several ranks, with their number."""
-    ranks = "/".join(map(str, sorted({line.get("ranks", 1) for line in runs})))
-    return MODES[mode].label.format(ranks=ranks)
-
-
 def machine_of(line: dict) -> tuple:
     """What tells machines apart, and on one of them runs with fewer threads or a shared GPU from others."""
     hardware = (line["hardware"].get(key) for key in ("cpu", "cores", "mkl", "gpu"))
@@ -104,23 +98,24 @@ def machine(lines: list[dict]) -> str:
     return f"{processor(lines[0])}; {f'{gpu}{shared}; ' if gpu else ''}{packages_and_commits(lines)}"
 
 
-def packages(lines: list[dict]) -> str:
-    """The versions that runs were made with, all of them where runs differ."""
+def packages(lines: list[dict], only: tuple[str, ...] = ()) -> str:
+    """The versions that runs were made with, all of them where runs differ; of all packages, or of `only`."""
     versions: dict[str, set[str]] = {}
     for line in lines:
-        for package, version in line["versions"].items():
-            versions.setdefault(package, set()).update([version] if version else [])
+        for package in only or line["versions"]:
+            versions.setdefault(package, set()).update(filter(None, [line["versions"].get(package)]))
     return ", ".join(f"{package} {'/'.join(sorted(found))}" for package, found in versions.items() if found)
 
 
 def packages_and_commits(lines: list[dict]) -> str:
-    """The versions and commits that runs were made with; of more than four commits their number."""
-    known = {line["git_commit"] for line in lines if line.get("git_commit")}
-    commits = sorted(commit[:7] + commit[40:] for commit in known)
-    if known and not all(line.get("git_commit") for line in lines):
-        commits.append("some not recorded")
-    told = f"; commit {', '.join(commits)}" if len(commits) < 5 else f"; {len(commits)} commits"
-    return packages(lines) + (told if commits else "")
+    """The versions of LeanRL and PyTorch that runs were made with, and commits, of more than four the number.
+
+    Their lines have the other versions.
+    """
+    known = sorted({line["git_commit"] for line in lines if line.get("git_commit")})
+    commits = [commit[:7] + commit[40:] for commit in known]
+    told = f"commit {', '.join(commits)}" if len(commits) < 5 else f"{len(commits)} commits"
+    return "; ".join(filter(None, [packages(lines, ("LeanRL", "torch")), commits and told]))
 
 
 def by_machine(table: Callable[[list[dict]], str]) -> Callable[[list[dict]], str]:

@@ -71,7 +71,7 @@ def test_a_source_of_the_literature_has_one_row():
 def curve(job: str, last: int = 1_000_000) -> dict:
     """The curve of a run, of two points."""
     points = {"step": [1, last], "seconds": [0.1, 1.0], "episodic_return": [0.0, 1.0]}
-    return {"format": 1, "sweep": SWEEP, "job": job, "gpu_seconds": [], "gpu_utilization": []} | points
+    return {"format": 1, "sweep": SWEEP, "job": job} | points
 
 
 def test_a_variant_has_a_colour_and_a_seed_a_line():

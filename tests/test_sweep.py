@@ -12,14 +12,13 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
-import psutil
 import pytest
 from conftest import LEANRL, ROOT, make_commit
 from slurm import slurm_cluster, wait_until
 
 from benchmark import records
 from benchmark.collection import COLLECTION
-from benchmark.machine import checkpoint_in, script_in, step_of
+from benchmark.machine import checkpoint_in, step_of
 from benchmark.modes import LIBRARIES
 from benchmark.sweep import __main__ as sweep
 from benchmark.sweep import folder as sweep_folder
@@ -181,7 +180,7 @@ def test_a_sweep_writes_a_line_and_a_curve_a_run_a_table_and_plots(house):
     keys = ("seed", "mode", "status", "attempts", "cold_start", "git_commit", "gpu_busy_seconds")
     for seed, line in enumerate(house.lines()):
         assert [line[key] for key in keys] == [seed, "eager", "ok", 1, seed == 0, head, None]
-        assert line["cpu_busy_seconds"] > 0.1 and 10 < line["peak_memory_mb"] < 1000
+        assert 10 < line["peak_memory_mb"] < 1000
         assert line["versions"]["python"] == platform.python_version()
         assert "LeanRL" not in line["versions"]  # its scripts do not begin with a version
         assert line["hardware"]["cores"] == len(os.sched_getaffinity(0))
@@ -193,51 +192,29 @@ def test_a_sweep_writes_a_line_and_a_curve_a_run_a_table_and_plots(house):
     assert "[3/3]" in error
 
 
-def test_places_have_cores_of_their_own_and_take_shares_of_gpus_in_turn(tmp_path, monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(8)}, raising=False)
+def test_places_have_cores_of_their_own_and_take_gpus_in_turn(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(8)})
     args = selection.Args(runs_per_gpu=2)
-    machine = ThisMachine(args, workers=2, ranks=2, gpus=["3", "5", "6", "7", "9"], lock=0)
+    machine = ThisMachine(args, workers=2, gpus=["3", "5", "6"], lock=0)
     assert machine.free([], 9) == [0, 1, 2, 3] and machine.free([], 1) == [0]
     assert machine.free([Attempt(tmp_path, None, tmp_path, place) for place in (0, 2)], 9) == [1, 3]
     folders = [tmp_path / str(place) for place in range(4)]
     for folder in folders:
         folder.mkdir()
     with patch("subprocess.Popen"):
-        machine.start(folders, [Job([], "", 1.0, ranks=ranks) for ranks in (2, 1, 9, 2)], [0, 1, 2, 3])
+        machine.start(folders, [Job([], "", 1.0)] * 4, [0, 1, 2, 3])
     jobs = [json.loads((folder / "job.json").read_text()) for folder in folders]
-    assert [job["gpu"] for job in jobs] == ["3,5", "6", "3,5", "6,7"]
+    assert [job["gpu"] for job in jobs] == ["3", "5", "3", "5"]
     assert {job["runs_per_gpu"] for job in jobs} == {2}
-    with pytest.raises(SystemExit):  # five GPUs are not enough
-        ThisMachine(args, workers=3, ranks=2, gpus=machine.gpus, lock=0)
     assert len({core for job in jobs for core in job["cores"]}) == 8
-    assert [(job["threads"], len(job["cores"])) for job in jobs] == [(1, 2), (2, 2), (None, 2), (1, 2)]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_rank_outlives_its_run(tmp_path, number):
-    """torchrun's ranks are in sessions of their own: it is asked to end, or they are ended."""
-    (program := tmp_path / "torchrun.py").write_text("""
-import signal, subprocess, sys, time
-from pathlib import Path
-rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-signal.signal(signal.SIGTERM, lambda *_: (rank.kill(), sys.exit()))
-Path("rank.new").write_text(str(rank.pid))
-Path("rank.new").rename("rank")
-time.sleep(600)
-""")
-    write_job(tmp_path, Job([sys.executable, str(program)], str(tmp_path / "cache"), 600.0, ranks=2))
-    command = [sys.executable, "-m", "benchmark.sweep.process", str(tmp_path)]
-    process = subprocess.Popen(command, cwd=ROOT)
-    assert wait_until((tmp_path / "rank").exists)
-    rank = psutil.Process(int((tmp_path / "rank").read_text()))
-    process.send_signal(number)
-    process.wait(60)
-    assert not psutil.wait_procs([rank], timeout=60)[1]
+    assert {(job["threads"], len(job["cores"])) for job in jobs} == {(2, 2)}
+    with pytest.raises(SystemExit):  # three GPUs are not enough
+        ThisMachine(args, workers=4, gpus=machine.gpus, lock=0)
 
 
 def test_real_scripts_are_what_the_sweep_takes_them_for(tmp_path):
     """One is stopped and goes on from its checkpoint, in the folder that it had."""
-    script, folder = "td3_continuous_action", tmp_path / "job"
+    script, folder = "td3_continuous_action", tmp_path / "1"
     folder.mkdir()
 
     def start(steps: int) -> subprocess.Popen:
@@ -257,7 +234,7 @@ def test_real_scripts_are_what_the_sweep_takes_them_for(tmp_path):
     assert start(step + 200).wait(120) == 0
     run = selection.Run(script, "eager", "A", 1, 9, 1)
     record = sweep_folder.Record(tmp_path, selection.Args())
-    line, curve = record.lines_of(run, sweep_folder.read_outcome(folder), 1)
+    line, curve = record.lines_of(run, sweep_folder.read_outcome(folder), folder)
     assert (line["status"], line["resumed"], line["total_timesteps"]) == ("ok", step, step + 200)
     assert line["startup_seconds"] > 0.5 and line["sps"] > 0
     assert 0 < curve["step"][-1] <= step + 200
@@ -325,16 +302,6 @@ def test_peers_have_their_own_scripts_flags_interpreters_and_threads(tmp_path):
     assert {mode for script, mode in found if script in ours} >= {"cleanrl", "sb3", "sbx"}
 
 
-def test_a_run_in_several_processes_is_started_by_torchrun():
-    args = selection.Args(modes=("compile", "ranks_both"), seeds=(3,), ranks=4, options={"num_envs": "2"})
-    command = commands(args, "0123")["ppo_atari_envpool", "ranks_both"]
-    script = LEANRL / "ppo_atari_envpool_multigpu.py"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(script)]
-    assert command[1:6] == torchrun and script_in(command) == script
-    assert {"--compile", "--cudagraphs", "--seed=3", "--num-envs=2"} <= {*command}
-    assert "ranks_both" not in {mode for _, mode in commands(args, "012")}
-
-
 def refused(capsys, folder: Path, *args) -> str:
     """What a sweep that would be of one run says when it refuses to start with status 2."""
     command = ["sweep", "--modes", "eager", "--seeds", "1", "--folder", str(folder), *args]
@@ -368,12 +335,11 @@ def test_bad_arguments_are_told_in_one_line(tmp_path, capsys, args, message):
 
 def test_what_tables_do_not_tell_apart_has_folders_of_its_own(tmp_path, capsys):
     """By default; else it is refused. Names are short enough for a disk, however long arguments are."""
-    several = [selection.Args(options={"env-kwargs": json.dumps({"a/b": "c" * 300 + end})}) for end in "12"]
-    folders = {sweep_folder.default_folder(args) for args in (*several, selection.Args(ranks=4))}
-    assert len(folders) == 3 and all(len(folder.name) < 150 for folder in folders)
-    assert all(len(run.name) < 250 for run in selection.select(several[0], []))
+    several = [selection.Args(options={"env-kwargs": json.dumps({end: "c" * 300})}) for end in "12"]
+    folders = {sweep_folder.default_folder(args) for args in several}
+    assert len(folders) == 2 and all(len(folder.name) < 150 for folder in folders)
     sweep_folder.describe(tmp_path, selection.Args())
-    for other in (("--profile", "speed"), ("--options", "num-envs", "64"), ("--ranks", "3")):
+    for other in (("--profile", "speed"), ("--options", "num-envs", "64")):
         assert f"{tmp_path}: has a sweep with {other[0]} " in refused(capsys, tmp_path, *other)
 
 
@@ -505,13 +471,13 @@ def cluster(tmp_path_factory):
 
 @on_slurm
 def test_slurm_gives_the_lines_of_a_local_sweep_and_keeps_the_jobs_of_a_killed_one(house, cluster):
-    house.sweep()
+    house.sweep(seeds=1)
     local, house.folder = house.lines(), house.path / "slurm"
     for seed, behaviour in enumerate((WAIT, WAIT, "os.kill(os.getpid(), 9)")):
         house.tell(seed, behaviour)
     options = (*SLURM, "--partition", "debug", "--workers", "2", "--slurm-options", "oversubscribe", "true")
     process = house.start(*options, env=cluster)
-    assert wait_until(lambda: len(house.starts()) == 5 and len([*house.folder.rglob("slurm_job")]) == 3)
+    assert wait_until(lambda: len(house.starts()) == 3 and len([*house.folder.rglob("slurm_job")]) == 3)
     process.kill()
     process.wait()
     # What Slurm does not take once is given to it again.
@@ -525,13 +491,13 @@ exec {shutil.which("sbatch")} "$@"
     (house.leanrl / "go").touch()
     _, error = house.sweep(*options, env=cluster | {"PATH": f"{programs}:{cluster['PATH']}"})
     assert "seed2 now: sbatch: error: Socket timed out" in error
-    assert len(house.starts()) == 7  # the third has failed once
+    assert len(house.starts()) == 5  # the third has failed once
     lines = sorted(house.lines(), key=lambda line: line["seed"])
-    assert [line["attempts"] for line in lines] == [1, 1, 2]
+    assert [line["attempts"] for line in lines] == [1, 1, 3]
     for line in (*lines, *local):
-        for key in ("sweep", "attempts", "cpu_busy_seconds", "peak_memory_mb", "cold_start", "threads"):
+        for key in ("sweep", "attempts", "peak_memory_mb", "cold_start", "threads"):
             del line[key]
-    assert lines == local
+    assert lines[:1] == local
     # What it refuses from the start ends the sweep, with what sbatch has said.
     _, error = house.sweep("--cluster", "slurm", "--partition", "none", "--seeds", 9, env=cluster, status=2)
     assert "sweep: error: Slurm refused the runs: sbatch: error: " in error.splitlines()[-1]

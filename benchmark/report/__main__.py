@@ -5,7 +5,7 @@
 
 A table stands between `<!-- table: KIND FILE -->` and `<!-- end -->`; KIND is a key of TABLES or the name of
 a study, FILE a file in benchmark/results/. Nothing between the two is written by hand, and nothing stands
-there as long as there is no such file. The versions of USUAL stand in docs/README.md alone. A study is a file
+there as long as there is no such file. A study is a file
 of benchmark/studies/ with a function `check(line)` and, for its table, `table(lines)` or, for
 plots/FILE-STUDY.png, `plot(lines, curves)`.
 """
@@ -23,7 +23,6 @@ from benchmark.report import learning, plots, speed
 from benchmark.tables import machines, packages, timed
 from benchmark.terminal import refuse
 
-USUAL = "cpu.jsonl"
 SHOWN = re.compile(r"\((?:docs/)?plots/((\w+)-([\w-]+)\.png)\)")
 MARKED = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -44,7 +43,6 @@ PLOTS = {
     "speed": lambda lines, curves: plots.plot_speed(lines),
     "return-by-step": partial(plots.plot_returns, key="step"),
     "return-by-time": partial(plots.plot_returns, key="seconds"),
-    "gpu": plots.plot_gpu,
 }
 LEARNING_PLOTS = {f"returns-{name}": partial(learning.plot_returns_of, name) for name in COLLECTION}
 LEARNING_PLOTS |= {"overview": learning.plot_overview, "variants": learning.plot_variants}
@@ -70,21 +68,9 @@ def render(text: str) -> str:
             raise records.ResultsError(f"there is no table of kind {kind}; kinds are {kinds}, and studies")
         make, check = found
         made = make(records.read(path, check)) if path.exists() else ""
-        shown = made if kind == "versions" else without(made, usual)
-        return f"{match[1]}\n{shown}\n\n{match[4]}" if made else f"{match[1]}{match[4]}"
+        return f"{match[1]}\n{made}\n\n{match[4]}" if made else f"{match[1]}{match[4]}"
 
-    usual = set(packages(records.read(RESULTS / USUAL)).split(", ")) if (RESULTS / USUAL).exists() else set()
     return MARKED.sub(table, text)
-
-
-def without(table: str, usual: set[str]) -> str:
-    """A table whose lines below, such as "a CPU, 2 cores; no GPU; torch 2, numpy 1", lack what is usual."""
-    lines = table.split("\n")
-    for index, line in enumerate(lines):
-        if not line.startswith("|"):
-            parts = [[item for item in part.split(", ") if item not in usual] for part in line.split("; ")]
-            lines[index] = "; ".join(", ".join(part) for part in parts if part)
-    return "\n".join(lines)
 
 
 def save(figure, path: Path) -> None:

@@ -17,9 +17,9 @@ import numpy as np
 
 from benchmark import RESULTS, records
 from benchmark.collection import COLLECTION
-from benchmark.modes import LIBRARIES
+from benchmark.modes import LIBRARIES, MODES
 from benchmark.report.plots import at_each_step, draw_evaluations, on_one_grid
-from benchmark.tables import by, by_task, markdown, name_of, packages_and_commits, panels
+from benchmark.tables import by, by_task, markdown, packages_and_commits, panels
 from benchmark.terminal import refuse
 
 # Columns of the literature's figures, and the sources in each.
@@ -128,7 +128,7 @@ def sweep_table(lines: list[dict]) -> str:
     for (name, env_id, asked, mode), runs in groups.items():
         runs.sort(key=lambda run: run["seed"])
         cells = [f"{asked:,}", str(len(runs)), reached(runs), by_seed(runs)]
-        rows.append([f"{name}, {env_id}: {name_of(mode, runs)}", *cells])
+        rows.append([f"{name}, {env_id}: {MODES[mode].label}", *cells])
     header = ["", "steps", "seeds", "return, last 100 episodes [95 % interval]", "by seed"]
     return markdown(header, rows)
 

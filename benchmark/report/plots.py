@@ -1,21 +1,19 @@
-"""The plots of speed, returns and GPU utilisation of a sweep."""
+"""The plots of speed and returns of a sweep."""
 
 import numpy as np
 
 from benchmark.modes import MODES
-from benchmark.report.speed import busy_per_million
-from benchmark.tables import by_mode, by_task, name_of, panels, speed, timed
+from benchmark.tables import by_mode, by_task, panels, speed, timed
 
-# Colours of Okabe and Ito, and four more which colour-blind readers can tell apart.
+# Colours of Okabe and Ito, and two more which colour-blind readers can tell apart.
 HUES = ("#E69F00", "#56B4E9", "#0072B2", "#000000", "#009E73", "#D55E00", "#882255", "#44AA99")
-HUES += ("#8C510A", "#5E3C99")
 GREYS = ("#BBBBBB", "#B0A090", "#908070", "#706050", "#999999", "#555555", "#303030")  # of other libraries
 COLOURS = dict(zip(MODES, GREYS + HUES, strict=True))
 
 
-def label(mode: str, runs: list[dict]) -> str:
-    """The name of a mode of these runs in a plot."""
-    return name_of(mode, runs).replace("`", "").removeprefix("LeanRL ")
+def label(mode: str) -> str:
+    """The name of a mode in a plot."""
+    return MODES[mode].label.replace("`", "").removeprefix("LeanRL ")
 
 
 def task_panels(lines: list[dict], title: str):
@@ -37,7 +35,7 @@ def plot_speed(lines: list[dict]):
         names = [*modes][::-1]
         medians = np.array([speed(modes[mode]) for mode in names])
         most, least = ([end(line["sps"] for line in modes[mode]) for mode in names] for end in (max, min))
-        labels, colours = [label(mode, modes[mode]) for mode in names], [COLOURS[mode] for mode in names]
+        labels, colours = [label(mode) for mode in names], [COLOURS[mode] for mode in names]
         whiskers = [medians - least, most - medians]
         axis.barh(labels, medians, xerr=whiskers, color=colours, ecolor="black", capsize=3)
         for row, median in enumerate(medians):
@@ -97,7 +95,7 @@ def plot_returns(lines: list[dict], curves: list[dict], key: str):
                 # Against time, too, means are by steps: seeds go through their episodes at different times.
                 startup = [[line.get("startup_seconds") or 0] for line in runs]
                 x = (on_one_grid(of_mode, "step", "seconds")[1] - startup).mean(axis=0)
-            name, colour = label(mode, runs), COLOURS[mode]
+            name, colour = label(mode), COLOURS[mode]
             same = [line for other, line in shown if np.array_equal(other, [x, *values])]
             if same:
                 same[0].set_label(f"{same[0].get_label()} = {name}")
@@ -111,25 +109,4 @@ def plot_returns(lines: list[dict], curves: list[dict], key: str):
         axis.locator_params(axis="x", nbins=6)
         if axis.lines:
             axis.legend(frameon=False, fontsize=8)
-    return figure
-
-
-def plot_gpu(lines: list[dict], curves: list[dict]):
-    """GPU utilisation over the last run of each mode; a panel an algorithm and environment, if on a GPU."""
-    curve_of = {(curve["sweep"], curve["job"]): curve for curve in curves if curve["gpu_seconds"]}
-    lines = [line for line in timed(lines) if line.get("gpu_busy_seconds") is not None]
-    lines = [line for line in lines if (line["sweep"], line["job"]) in curve_of]
-    title = "GPU utilisation in a run, and the median of GPU-busy seconds per million steps"
-    figure, drawn = task_panels(lines, title)
-    for axis, modes in drawn:
-        for mode, runs in modes.items():
-            curve = curve_of[runs[-1]["sweep"], runs[-1]["job"]]  # the first has compiled
-            busy = busy_per_million(runs)
-            text = f"{label(mode, runs)}{'' if busy is None else f': {busy:,.0f} s'}"
-            seconds = np.array(curve["gpu_seconds"]) - (runs[-1].get("startup_seconds") or 0)
-            percent = 100 * np.array(curve["gpu_utilization"])
-            axis.plot(seconds[seconds >= 0], percent[seconds >= 0], color=COLOURS[mode], label=text)
-        axis.set(xlabel="seconds after start-up", ylabel="utilisation, %", ylim=(0, 140))  # for the legend
-        axis.set_yticks(range(0, 101, 20))
-        axis.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
     return figure

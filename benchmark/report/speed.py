@@ -14,7 +14,6 @@ from benchmark.tables import (
     machine,
     machines,
     markdown,
-    name_of,
     ratio,
     speed,
     speeds,
@@ -53,7 +52,7 @@ def speed_table(lines: list[dict]) -> str:
     for (algorithm, env_id, steps), group in groups.items():
         modes, task = by_mode(group), f"{algorithm}{f', {env_id}, {steps:,} steps' if several else ''}: "
         for mode, runs in modes.items():
-            name = (task if mode == next(iter(modes)) else "…") + name_of(mode, runs)  # a task stands once
+            name = (task if mode == next(iter(modes)) else "…") + MODES[mode].label  # a task stands once
             cells = [speeds(runs), ratio(runs, modes.get("eager"))]
             for cold in (True, False):
                 started = [line for line in runs if line.get("cold_start") is cold]
@@ -100,7 +99,7 @@ def check_rows(lines: list[dict]) -> list[list[str]]:
                 returns = [run.get("episodic_return") for run in runs]
                 within = all(value is not None and check.least <= value <= check.most for value in returns)
                 shown = ", ".join("none" if value is None else f"{value:.1f}" for value in returns)
-                cells = [f"{name}, {check.env_id}: {name_of(mode, runs)}", f"{check.steps:,}", shown]
+                cells = [f"{name}, {check.env_id}: {MODES[mode].label}", f"{check.steps:,}", shown]
                 rows.append([*cells, f"{check.least:g} to {check.most:g}", "" if within else MISSED])
     return rows
 

@@ -96,8 +96,7 @@ def main() -> int:
     args = tyro.cli(Args)
     check_interpreter("peers", args.peers)
     os.environ["OMP_NUM_THREADS"] = "1"
-    if hasattr(os, "sched_setaffinity"):  # JAX takes all cores that it may
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # JAX takes all cores that it may
     lines, status = time_runs(points(args), args.output, check)
     print(table(lines))
     return status

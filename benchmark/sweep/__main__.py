@@ -47,13 +47,12 @@ class Sweep:
         self.args, self.runs, self.folder = args, runs, folder
         self.time_limit = 60 * (args.time_limit or PROFILES[args.profile].time_limit)
         all_at_once = args.profile in ("learning", "check") and args.cluster == "local"
-        ranks = max(run.ranks or 1 for run in runs)
-        places = min(len(gpus) or usable_cores(), usable_cores()) // ranks
-        workers = args.workers or (max(places, 1) if all_at_once else 1)
+        places = min(len(gpus) or usable_cores(), usable_cores())
+        workers = args.workers or (places if all_at_once else 1)
         if args.cluster == "slurm":
             self.executor = Slurm(args, workers, folder, self.time_limit)
         else:
-            self.executor = ThisMachine(args, workers, ranks, gpus, lock.fileno())
+            self.executor = ThisMachine(args, workers, gpus, lock.fileno())
         self.record = Record(folder, args)
         self.seconds: dict[tuple[str, str], list[float]] = {}  # that runs of a script and mode took
         self.done, self.failed, self.attempts = 0, 0, dict.fromkeys(runs, 0)  # attempts of this call
@@ -73,7 +72,7 @@ class Sweep:
         if not attempts:
             return False
         if outcome := read_outcome(attempts[-1]):
-            line, curve = self.record.lines_of(run, outcome, self.record.number(run, attempts[-1]))
+            line, curve = self.record.lines_of(run, outcome, attempts[-1])
             if line["status"] == "ok":
                 self.add(line, curve)
                 return True
@@ -105,8 +104,7 @@ class Sweep:
         for run in runs:
             cache = self.folder / "cache" / f"{run.algorithm}-{run.mode}-{run.env_id.replace('/', '_')}"
             resumable = run.checkpoint_every is not None
-            command, ranks = run.command(self.args), run.ranks or 1
-            jobs.append(Job(command, str(cache), self.time_limit, resumable, ranks=ranks))
+            jobs.append(Job(run.command(self.args), str(cache), self.time_limit, resumable))
         for run, attempt in zip(runs, self.executor.start(folders, jobs, places), strict=True):
             self.attempts[run] += 1
             self.running[run] = attempt
@@ -131,8 +129,7 @@ class Sweep:
                 say(f"once more: {run.name}: {outcome['reason']}")
                 self.queue.appendleft(run)
             else:
-                number = self.record.number(run, attempt.folder)
-                self.add(*self.record.lines_of(run, outcome, number))
+                self.add(*self.record.lines_of(run, outcome, attempt.folder))
 
     def run(self) -> None:
         """Do all that is missing. Where Slurm refuses runs after it has taken some, it is asked again.

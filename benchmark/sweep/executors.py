@@ -43,9 +43,7 @@ def write_job(folder: Path, job: Job) -> None:
 
 
 def core_shares(workers: int) -> list[list[int]]:
-    """The cores of each worker, as many for each, threads of a core together; none if not known."""
-    if not hasattr(os, "sched_getaffinity"):
-        return [[]] * workers
+    """The cores of each worker, as many for each, threads of a core together."""
 
     def first_sibling(core: int) -> int:
         path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
@@ -66,11 +64,9 @@ class ThisMachine:
     patience = 0.0
     """seconds after the end of a run for which its outcome may not have been seen here"""
 
-    def __init__(self, args: Args, workers: int, ranks: int, gpus: list[str], lock: int):
-        """For runs of at most so many ranks."""
-        if gpus and workers > (most := len(gpus) // ranks):
-            at_hand = f"the GPUs at hand{f' for {ranks} ranks each' if ranks > 1 else ''}"
-            refuse(f"--workers takes a number from 1 to {most}, {at_hand}, got {workers}")
+    def __init__(self, args: Args, workers: int, gpus: list[str], lock: int):
+        if gpus and workers > len(gpus):
+            refuse(f"--workers takes a number from 1 to {len(gpus)}, the GPUs at hand, got {workers}")
         if args.runs_per_gpu > 1 and not gpus:
             refuse(f"--runs-per-gpu takes 1 where there is no GPU, got {args.runs_per_gpu}")
         self.runs_per_gpu, self.workers, self.gpus = args.runs_per_gpu, workers * args.runs_per_gpu, gpus
@@ -85,14 +81,11 @@ class ThisMachine:
         """Start jobs at their places. Each holds the sweep's lock, too, until it has ended."""
         attempts = []
         for folder, job, place in zip(folders, jobs, places, strict=True):
-            # One at a time has all cores, and PyTorch's choice of threads, to itself; torchrun's is one.
-            alone = self.workers == 1 and job.ranks == 1
-            threads = None if alone else len(self.cores[place]) // job.ranks or None
-            # Workers are taken in turn, so that few runs have one each. Where PyTorch can use no GPU, the run
-            # sees none, and else one, or of its worker's share as many as it has ranks.
-            count = self.workers // self.runs_per_gpu
-            share, worker = len(self.gpus) // count, place % count
-            gpu = ",".join(self.gpus[worker * share :][: min(share, job.ranks)])
+            # One at a time has all cores, and PyTorch's choice of threads, to itself.
+            threads = None if self.workers == 1 else len(self.cores[place])
+            # GPUs are taken in turn, so that few runs have one each. Where PyTorch can use none, a run sees
+            # none.
+            gpu = self.gpus[place % (self.workers // self.runs_per_gpu)] if self.gpus else ""
             job = replace(job, cores=self.cores[place], threads=threads, gpu=gpu)
             write_job(folder, replace(job, runs_per_gpu=self.runs_per_gpu))
             with (log := folder / "process.txt").open("wb") as err:
@@ -124,10 +117,7 @@ def slurm_states() -> dict[str, str] | None:
     submitit asks sacct, which many clusters do not have, and waits for ever for a job that died.
     """
     command = ["squeue", "--me", "--noheader", "--array", "--format=%i %T %r"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        return None
+    done = subprocess.run(command, capture_output=True, text=True)
     lines = [line.strip().split(" ", 1) for line in done.stdout.splitlines()]
     return dict(lines) if done.returncode == 0 else None
 
@@ -161,7 +151,7 @@ class Slurm:
     def start(self, folders: list[Path], jobs: list[Job], places: list[int]) -> list[Attempt]:
         """Start jobs, as one array. A later sweep finds them by what is noted in their folders."""
         for folder, job in zip(folders, jobs, strict=True):
-            write_job(folder, replace(job, threads=max(self.cores_per_job // job.ranks, 1)))
+            write_job(folder, replace(job, threads=self.cores_per_job))
         with self.executor.batch():
             handles = [self.executor.submit(run_job, folder) for folder in folders]
         for folder, handle in zip(folders, handles, strict=True):

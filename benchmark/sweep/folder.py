@@ -13,7 +13,7 @@ from benchmark import ROOT, records
 from benchmark.machine import checkpoint_in, commit, git
 from benchmark.modes import LIBRARIES
 from benchmark.sweep.process import SAVE_SECONDS
-from benchmark.sweep.runs import Args, Run, further_options, shortened
+from benchmark.sweep.runs import Args, Run, further_options
 from benchmark.terminal import refuse, say
 
 
@@ -25,9 +25,8 @@ def default_folder(args: Args) -> Path:
     head = git(ROOT, "rev-parse", "--short=7", "HEAD")
     changed = git(ROOT, "status", "--porcelain", "--untracked-files=no")
     options = re.sub(r"[^\w.=-]", "_", "-".join(map("=".join, further_options(args).items())))
-    ranks = f"ranks={args.ranks}" if args.ranks != Args.ranks else ""
     now = f"{datetime.now():%m%d-%H%M%S}" if changed else ""
-    parts = (args.profile, head, shortened(options, 80), ranks, now)
+    parts = (args.profile, head, options[:80], now)  # names have an end, and --env-kwargs are long
     return ROOT / "sweeps" / "-".join(part for part in parts if part)
 
 
@@ -62,15 +61,13 @@ def describe(folder: Path, args: Args) -> str:
     Refuses a folder with a sweep of another profile, or of runs that its tables would not tell apart.
     """
     path, now = folder / "sweep.json", commit(ROOT)
-    settings = {"profile": args.profile, "options": further_options(args), "ranks": args.ranks}
+    settings = {"profile": args.profile, "options": further_options(args)}
     if not path.exists():
         identity = f"{datetime.now(UTC):%Y-%m-%d}-{uuid4().hex[:8]}"
         description = {"format": records.FORMAT, "id": identity, "git_commit": now, **settings}
         records.replace(path, [description], records.check_description)
         return identity
-    sweep, *more = records.read(path, records.check_description) or [None]
-    if more or not sweep:
-        refuse(f"{path} is not the description of one sweep: remove it, and the folder is new")
+    [sweep] = records.read(path, records.check_description)
     for name, value in settings.items():
         if (begun := sweep.get(name, value)) != value:
             refuse(f"--folder {folder}: has a sweep with --{name} {begun}, not {value}")
@@ -111,13 +108,13 @@ class Record:
         records.replace(self.curves, [drawn[line["job"]] for line in kept], records.check_curve)
         return kept
 
-    def lines_of(self, run: Run, outcome: dict, attempts: int) -> tuple[dict, dict]:
-        """The lines of results and curves of a run that has ended, at which attempt in this folder counted.
+    def lines_of(self, run: Run, outcome: dict, attempt: Path) -> tuple[dict, dict]:
+        """The lines of results and curves of a run that has ended in the folder of an attempt.
 
         Where its summary makes no sense, the line says that it failed.
         """
         about = {"format": records.FORMAT, "sweep": self.identity, "job": run.name}
-        line = about | {"attempts": attempts, "algorithm": run.algorithm, "mode": run.mode}
+        line = about | {"attempts": int(attempt.name), "algorithm": run.algorithm, "mode": run.mode}
         line |= {"env_id": run.env_id, "seed": run.seed, "steps": run.steps}
         line |= {key: value for key, value in outcome.items() if key not in ("summary", "curve")}
         summary = {key: value for key, value in outcome.get("summary", {}).items() if key != "folder"}
@@ -142,11 +139,6 @@ class Record:
         """The folders of the attempts at a run, which have numbers for names, in their order."""
         folders = (self.folder / "jobs" / run.name).glob("*")
         return sorted((path for path in folders if path.name.isdecimal()), key=lambda path: int(path.name))
-
-    def number(self, run: Run, folder: Path) -> int:
-        """Which attempt at a run this folder is of, without those that Slurm did not take."""
-        until = [path for path in self.attempts(run) if int(path.name) <= int(folder.name)]
-        return sum((path / "process.txt").exists() or (path / "slurm_job").exists() for path in until)
 
     def new_attempt(self, run: Run) -> Path:
         """A new folder for a run, with what the newest attempt that had a checkpoint has left."""

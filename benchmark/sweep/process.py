@@ -10,7 +10,7 @@ import ctypes
 import json
 import math
 import os
-import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,16 +18,14 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pynvml
 
 from benchmark import ROOT
-from benchmark.curve import grouped, in_groups, logged
-from benchmark.machine import checkpoint_in, children_usage, provenance, step_of, summary_of
+from benchmark.curve import in_groups, logged
+from benchmark.machine import checkpoint_in, provenance, step_of, summary_of
 
 SAMPLE_SECONDS = 0.5
 SAVE_SECONDS = 25  # for a last checkpoint; the sweep waits longer, Slurm kills after 30
@@ -49,11 +47,9 @@ class Job:
     threads: int | None = None
     """threads of PyTorch, by default its own choice"""
     gpu: str | None = None
-    """the GPUs to use, as in CUDA_VISIBLE_DEVICES, "" for none; by default what the process was given"""
-    ranks: int = 1
-    """how many processes the command starts, each for a GPU of its own"""
+    """the GPU to use, as in CUDA_VISIBLE_DEVICES, "" for none; by default what the process was given"""
     runs_per_gpu: int = 1
-    """how many runs at a time there are on each of them"""
+    """how many runs at a time there are on it"""
 
 
 class GpuSampler:
@@ -95,12 +91,6 @@ class GpuSampler:
         busy = float(np.trapezoid(self.utilization[inside[0] :], self.seconds[inside[0] :]))
         return {"gpu_busy_seconds": round(busy, 2), "gpu_memory_mb": round(max(self.memory) / 2**20, 1)}
 
-    def curve(self, start: float) -> dict[str, list[float]]:
-        """Utilisation over the seconds since a Unix time, in groups."""
-        columns = grouped([second - start for second in self.seconds], self.utilization)
-        seconds, utilization = (column.round(2).tolist() for column in columns)
-        return {"gpu_seconds": seconds, "gpu_utilization": utilization}
-
 
 def tail(path: Path, size: int = 20_000) -> str:
     """The end of a file as text."""
@@ -110,13 +100,8 @@ def tail(path: Path, size: int = 20_000) -> str:
 
 
 def last_lines(log: Path, count: int = 20) -> str:
-    """The end of a log, without the states that a progress bar went through; nothing where there is none.
-
-    torchrun's account of a rank that failed, of thirty lines, ends with its first one.
-    """
+    """The end of a log, without the states that a progress bar went through; nothing where there is none."""
     lines = tail(log).rstrip().split("\n") if log.exists() else []
-    told = (number for number, line in enumerate(lines, 1) if re.match(r"E\d{4} .*torch/distributed", line))
-    lines = lines[: next(told, None)]
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines[-count:])
 
 
@@ -131,10 +116,9 @@ def variables(job: Job) -> dict[str, str]:
     return env | ({} if job.gpu is None else {"CUDA_VISIBLE_DEVICES": job.gpu})
 
 
-def begin(ranks: int) -> None:
-    """What a run does before it becomes the script, or torchrun, which ends its ranks only if it is asked."""
-    if sys.platform == "linux":  # PR_SET_PDEATHSIG: it ends with this process
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL if ranks == 1 else signal.SIGTERM)
+def begin() -> None:
+    """What a run does before it becomes the script."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with this process
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell has it ignored in the background
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # by which Slurm tells submitit that time is up
 
@@ -159,8 +143,6 @@ def watch(process: subprocess.Popen, time_limit: float, gpu: GpuSampler) -> str 
 def end(process: subprocess.Popen, resumable: bool) -> int:
     """End a run, with a checkpoint if it writes any, and give its exit status."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut this short
-    running = process.poll() is None  # else its number may be another's by now
-    helpers = psutil.Process(process.pid).children(recursive=True) if running else []
     if resumable and process.poll() is None:
         # Not SIGTERM, which Slurm sends to every process of a job: of one kind, a second ends a script at
         # once.
@@ -169,9 +151,6 @@ def end(process: subprocess.Popen, resumable: bool) -> int:
             process.wait(SAVE_SECONDS)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # its helpers, too, if it left any
-    for helper in helpers:  # torchrun's leave its group
-        with suppress(psutil.NoSuchProcess):
-            helper.kill()
     return process.wait()
 
 
@@ -219,12 +198,11 @@ def run_job(folder: Path) -> None:
     gpu = GpuSampler(env.get("CUDA_VISIBLE_DEVICES"))
     # Asked before the run, at whose end the checkout may be at another commit.
     outcome = provenance(job.command, env, gpu.name)
-    seconds_before, _ = children_usage()
     cold_start, start = mark_cache(cache), time.time()
     with (runs / "starts.txt").open("a") as starts:
         starts.write(f"{start}\n")
     options = {"cwd": folder, "env": env, "stdin": subprocess.DEVNULL, "process_group": 0}
-    options["preexec_fn"] = partial(begin, job.ranks)
+    options["preexec_fn"] = begin
     stdout, log = folder / "stdout.txt", folder / "log.txt"
     with stdout.open("wb") as out, log.open("wb") as err:
         process = subprocess.Popen(command, stdout=out, stderr=err, **options)
@@ -232,8 +210,8 @@ def run_job(folder: Path) -> None:
             reason = watch(process, job.time_limit, gpu)
         finally:
             code = end(process, job.resumable)
-    seconds, memory = children_usage()
-    outcome |= {"cpu_busy_seconds": round(seconds - seconds_before, 2), "peak_memory_mb": round(memory, 1)}
+    kibibytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    outcome |= {"peak_memory_mb": round(kibibytes / 2**10, 1)}
     summary = summary_of(stdout)
     if reason := reason or failure(code, summary):
         outcome |= {"status": "failed", "reason": reason, "log": last_lines(log)}
@@ -241,7 +219,7 @@ def run_job(folder: Path) -> None:
         (cache / "whole").touch()
         outcome |= {"status": "ok", "cold_start": cold_start, **gpu.totals(training_seconds(summary))}
         outcome |= {"runs_per_gpu": job.runs_per_gpu, "resumed": resumed, "summary": summary}
-        outcome["curve"] = in_groups(logged(runs)) | gpu.curve(start)
+        outcome["curve"] = in_groups(logged(runs))
     new = folder / "outcome.json.new"
     new.write_text(json.dumps(outcome))
     new.rename(folder / "outcome.json")

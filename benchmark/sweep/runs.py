@@ -1,6 +1,5 @@
 """What a sweep is to run: its arguments, the profiles, and the runs that they select."""
 
-import hashlib
 import os
 import shutil
 import sys
@@ -10,7 +9,7 @@ from typing import Literal
 
 from benchmark import LEANRL, ROOT
 from benchmark.collection import COLLECTION, Algorithm
-from benchmark.modes import CUDA_MODES, LIBRARIES, MODES, ORIGINAL, PEERS, RANKS
+from benchmark.modes import CUDA_MODES, LIBRARIES, MODES, ORIGINAL, PEERS
 from benchmark.terminal import check_interpreter, refuse
 
 
@@ -53,8 +52,8 @@ class Args:
     """eager scripts; the other modes run their siblings"""
     modes: tuple[Literal[*MODES], ...] | None = None
     """eager, twin (no flag), compile, cudagraphs, both, tf32 (both with --precision tf32), bfloat16 (compile)
-    and bfloat16_both; of several processes ranks (compile) and ranks_both; with --peers also cleanrl, sb3,
-    sbx, rltools; with --leanrl also leanrl, leanrl_compile and leanrl_both"""
+    and bfloat16_both; with --peers also cleanrl, sb3, sbx, rltools; with --leanrl also leanrl, leanrl_compile
+    and leanrl_both"""
     seeds: tuple[int, ...] | None = None
     """seeds, each a round of all that is compared"""
     env_ids: tuple[str, ...] | None = None
@@ -80,12 +79,10 @@ class Args:
     """a clone of CleanRL, for the scripts that its package does not have: PQN's, Rainbow's, and PPO with an
     LSTM for Atari"""
     folder: Path | None = None
-    """the sweep's folder, by default sweeps/<profile>-<commit>, with --options and --ranks where given"""
+    """the sweep's folder, by default sweeps/<profile>-<commit>, with --options where given"""
     workers: int | None = None
     """runs at a time, each with its share of the cores and a GPU; 1, in the profiles learning and check one a
     GPU or, without, a core (on Slurm 1)"""
-    ranks: int = 2
-    """processes of a run in the modes ranks and ranks_both, each with a GPU or a share of the run's cores"""
     runs_per_gpu: int = 1
     """runs at a time on each GPU of --workers: a small network leaves one idle"""
     attempts: int = 2
@@ -104,20 +101,9 @@ class Args:
     """further options of sbatch, such as: account NAME exclusive true"""
 
 
-def script_of(algorithm: str, mode: str) -> Path:
-    """The script that a mode runs, of modes that are not those of a library."""
-    return LEANRL / f"{algorithm}{MODES[mode].suffix}.py"
-
-
-def shortened(name: str, most: int) -> str:
-    """A name of at most so many characters: a folder's has 255 bytes at most, and --env-kwargs are long."""
-    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
-    return name if len(name) <= most else f"{name[: most - 20]}-{digest}"
-
-
 @dataclass(frozen=True)
 class Run:
-    """One run of the selection. `name` tells it from all others of a sweep."""
+    """One run of the selection. `name` tells it from all others of a sweep, whose options are the same."""
 
     algorithm: str
     mode: str
@@ -127,15 +113,11 @@ class Run:
     learning_starts: int | None
     checkpoint_every: int | None = None
     options: tuple[tuple[str, str], ...] = ()
-    ranks: int | None = None
 
     @property
     def name(self) -> str:
-        parts = [self.algorithm, self.mode, self.env_id, self.steps]
-        parts += [f"ranks={self.ranks}"] if self.ranks else []
-        parts += ["=".join(option) for option in self.options]
-        name = "-".join(map(str, parts)).replace("/", "_")
-        return f"{shortened(name, 200)}-seed{self.seed}"
+        env_id = self.env_id.replace("/", "_")
+        return f"{self.algorithm}-{self.mode}-{env_id}-{self.steps}-seed{self.seed}"
 
     def command(self, args: Args) -> list[str]:
         """The command that does it, of a library with its interpreter or a clone of it."""
@@ -155,9 +137,8 @@ class Run:
             options += [f"--cleanrl={args.cleanrl.absolute()}"] if clone else []
             what = [args.peers.absolute(), programs / program, *library, self.algorithm]
             return list(map(str, [*what, *options]))
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
-        script = [*(torchrun if self.ranks else []), str(script_of(self.algorithm, self.mode))]
-        return [sys.executable, *script, *mode.flags, *options]
+        script = LEANRL / f"{self.algorithm}{mode.suffix}.py"
+        return [sys.executable, str(script), *mode.flags, *options]
 
 
 def further_options(args: Args) -> dict[str, str]:
@@ -172,7 +153,7 @@ def option(name: str) -> str:
 
 def check_args(args: Args) -> None:
     """Refuse argument values that cannot work."""
-    from_one = ("workers", "ranks", "runs_per_gpu", "attempts", "total_timesteps", "checkpoint_every")
+    from_one = ("workers", "runs_per_gpu", "attempts", "total_timesteps", "checkpoint_every")
     least = dict.fromkeys(from_one, 1) | {"time_limit": 0.01, "gpus_per_job": 0, "cores_per_job": 1}
     for name, low in least.items():
         value = getattr(args, name)
@@ -228,10 +209,6 @@ def visible_gpus(args: Args) -> list[str]:
 
 def obstacle(mode: str, script: str, args: Args, gpus: list[str]) -> str | None:
     """Why a mode of a script cannot be run here; None if it can, or where the library does not do it."""
-    if mode in RANKS and not script_of(script, mode).exists():
-        return f"needs leanrl/{script_of(script, mode).name}, which there is not"
-    if mode in RANKS and 0 < len(gpus) < args.ranks:
-        return f"needs {args.ranks} GPUs, and there are {len(gpus)}"
     if mode == "cleanrl" and not (COLLECTION[script].in_cleanrl_package or args.cleanrl):
         return f"needs --cleanrl for {script}, which its package does not have"
     if mode in LIBRARIES and args.options:
@@ -283,8 +260,7 @@ def select(args: Args, gpus: list[str]) -> list[Run]:
                 for mode in fit:
                     every = args.checkpoint_every or profile.checkpoint_every
                     every = None if mode in LIBRARIES else every  # which cannot go on
-                    ranks = args.ranks if mode in RANKS else None
-                    run = Run(script, mode, env_id, seed, steps, learning_starts, every, options, ranks)
+                    run = Run(script, mode, env_id, seed, steps, learning_starts, every, options)
                     rounds.setdefault(seed, []).append(run)
     for line in sorted(skipped):
         print(line, file=sys.stderr)
