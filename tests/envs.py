@@ -1,7 +1,7 @@
 """Tiny environments of which all is known: envs:Scripted-v0 and so on, or in place of EnvPool's games."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import count
 from typing import ClassVar, NamedTuple
@@ -45,21 +45,21 @@ class Row(NamedTuple):
     over: bool = False  # the end of an episode
 
 
-def scripted_rows(seed: int, see: Callable = observation, begin: int = 0) -> Iterator[Row]:
-    """Yield, from an episode on, what Scripted-v0 goes through, or one that shows something else of it."""
+def scripted_rows(seed: int, begin: int = 0) -> Iterator[Row]:
+    """Yield, from an episode on, what Scripted-v0 goes through."""
     for episode in count(begin):
         length, terminated, truncated = episode_end(seed, episode)
         for step in range(length):
             last, earned = step == length - 1, reward(episode, step)
             end = (last and terminated, last and truncated, last)
-            yield Row(see(seed, episode, step), True, earned, earned, *end)
-        yield Row(see(seed, episode, length))
+            yield Row(observation(seed, episode, step), True, earned, earned, *end)
+        yield Row(observation(seed, episode, length))
 
 
 class Scripted(gym.Env):
     """Goes through its episodes whatever the actions are, which must be valid; keeps actions and seeds."""
 
-    observation_space, see = Box(-np.inf, np.inf, (2, 2), np.float64), staticmethod(observation)
+    observation_space = Box(-np.inf, np.inf, (2, 2), np.float64)
     raises: ClassVar[dict[int, int]] = {}  # signals, by the number of the step that raises them
 
     def __init__(self):
@@ -70,7 +70,7 @@ class Scripted(gym.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.seeds.append(seed)
-        self.rows = scripted_rows(self.seeds[0], self.see, len(self.seeds) - 1)
+        self.rows = scripted_rows(self.seeds[0], len(self.seeds) - 1)
         self.row = next(self.rows)
         return self.row.obs, {}
 
@@ -404,9 +404,8 @@ def register(kind: type[gym.Env], name: str = "", **options) -> None:
         gym.register(f"{name or kind.__name__}{suffix}-v0", entry_point=either, kwargs=options)
 
 
-for kind in (Scripted, Interrupted, Balance, Careless, Faulty, Parts, Cue):
+for kind in (Scripted, Interrupted, Balance, Careless, Faulty, Parts, Cue, Probe):
     register(kind)
-register(Probe, "Probe")
 gym.register("Codes-v0", entry_point=Codes)
 gym.register("Masked-v0", entry_point=Masked)
 gym.register("Walks-v0", vector_entry_point=Walks)

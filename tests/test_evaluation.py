@@ -54,7 +54,7 @@ def ticking(before_learning: int) -> AbstractContextManager:
     return stack
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "td3_continuous_action_torchcompile"])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_evaluation_changes_no_number_and_takes_no_time_and_the_best_agent_is_kept(name, tmp_path):
     """SPS leaves out what is before learning, too. Of twins, test_twins.py compares runs that evaluate."""
     without = train(name)
@@ -74,7 +74,7 @@ def test_evaluation_changes_no_number_and_takes_no_time_and_the_best_agent_is_ke
     # The best of a run that goes on is that of all of it.
     torch.save(torch.load(best) | {"score": 1e9}, best)
     content = best.read_bytes()
-    on = train(name, *EVERY, "--resume", best.parent, "--total-timesteps", 500, directory=tmp_path)
+    on = train(name, *EVERY, "--resume", best.parent, "--total-timesteps", 400, directory=tmp_path)
     assert on["logged"]["charts/eval_return"][0][0] > steps[-1]
     assert best.read_bytes() == content
 

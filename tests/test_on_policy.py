@@ -15,20 +15,20 @@ from envs import Row, game_rows, scripted_rows
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Normal
 
-each_script = pytest.mark.parametrize("name", ON_POLICY)
 ppo = pytest.mark.parametrize("name", PPO)
 pqn = pytest.mark.parametrize("name", PQN)
 atari = pytest.mark.parametrize("name", [name for name in PPO if name in ATARI])
 CONTINUOUS = [name for name in ON_POLICY if conftest.algorithm(name).actions == "continuous"]
-continuous = pytest.mark.parametrize("name", CONTINUOUS)
 # Environments, steps of a rollout and steps in all: rollouts that begin and end everywhere in the scripts.
 # Some of Atari's begin or end with a row that is not valid, or have such rows in several games at once.
 CASES = [(1, 7, 42), (4, 1, 24), (2, 30, 120)]
+WHOLE = [(name, case) for name in ON_POLICY for case in (CASES if name in ON_POLICY[::2] else CASES[-1:])]
+DRAWS = [name for name in PPO if name not in (*ATARI, *MEMORY[1::2])]  # which the others have to the letter
 GAMMA, LAMBDA = 0.9, 0.8
 COLUMNS = ("reward", "values", "next_values", "terminated", "over")  # over: another episode, or life, follows
 # Options of gradient steps.
 CLIPPED = [("--max-grad-norm", 0.1), ("--no-norm-adv", "--no-clip-vloss", "--max-grad-norm", 1e3)]
-RATES = [(name, ()) for name in ON_POLICY] + [(name, ("--no-anneal-lr",)) for name in ON_POLICY[::2]]
+RATES = [(name, options) for name in ON_POLICY[::2] for options in ((), ("--no-anneal-lr",))]
 
 
 def fresh(name: str, case: tuple[int, int, int], *args) -> dict:
@@ -173,8 +173,7 @@ def of_rollout(result: dict) -> dict[str, Tensor]:
     return {key: column[: result["args"].num_steps] for key, column in columns.items()}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@each_script
+@pytest.mark.parametrize(("name", "case"), WHOLE, ids=str)
 def test_the_batch_is_what_happened_with_every_kind_of_end(name, case):
     result, (_, num_steps, total) = fresh(name, case, "--learning-rate", 0), case
     assert result["global_step"] <= total
@@ -215,7 +214,7 @@ def test_the_batch_is_what_happened_with_every_kind_of_end(name, case):
     np.testing.assert_allclose(result["losses"]["explained_variance"], explained, rtol=1e-3, atol=1e-3)
 
 
-@continuous
+@pytest.mark.parametrize("name", CONTINUOUS[::2])
 def test_no_reward_is_beyond_ten_deviations(name):
     """Without the limit, each of two among two hundred would be fourteen from zero."""
     far = {(50, 0): -1e6, (51, 0): 1e6}
@@ -224,7 +223,7 @@ def test_no_reward_is_beyond_ten_deviations(name):
     assert (rewards.min(), rewards.max()) == (-10, 10)
 
 
-@pytest.mark.parametrize("name", [name for name in PPO if name not in ATARI])
+@pytest.mark.parametrize("name", DRAWS)
 def test_actions_are_draws_from_the_policy_of_each_environment_its_own(name):
     """By means that differ between observations, or choices of four: of two, the noise has no sign."""
     num_steps = 100 if name in MEMORY else 400  # what is cut costs those with a memory many passes
@@ -463,7 +462,7 @@ def test_gradient_steps_are_so_many_at_a_falling_rate(name, options):
     assert conftest.rate_of(result["state"]["optimizer"]) == pytest.approx(expected[-1])
 
 
-@ppo
+@pytest.mark.parametrize("name", PPO[::2])
 def test_learning_from_a_rollout_ends_after_the_epoch_whose_kl_passes_the_target(name):
     def learn(*options) -> dict:
         steps = ("--num-minibatches", 4, "--learning-rate", 0.01, "--update-epochs")

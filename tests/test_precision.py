@@ -45,10 +45,11 @@ def test_products_are_of_the_precision_asked_for_and_all_that_is_kept_is_of_floa
 @pytest.mark.parametrize(("precision", "expected"), [("tf32", "tf32"), ("float32", "ieee")])
 def test_an_lstm_on_a_gpu_is_as_precise_as_other_products(precision, expected):
     """And without one nothing is set, at which `torch.export` would fail."""
-    play("ppo_lstm", *SHORT["ppo_lstm"], "--precision", precision)
+    args = (*SHORT["ppo_lstm"], "--total-timesteps", 100, "--precision", precision)
+    play("ppo_lstm", *args)
     assert torch.backends.cudnn.allow_tf32
     with pretended_cuda("cpu"):
-        play("ppo_lstm", *SHORT["ppo_lstm"], "--precision", precision, cuda=True)
+        play("ppo_lstm", *args, cuda=True)
         assert torch.backends.cudnn.rnn.fp32_precision == expected
     assert torch.backends.cudnn.allow_tf32
 

@@ -115,7 +115,7 @@ def test_a_twin_acts_in_numpy_where_that_is_what_act_computes(name):
     changes = {f"{actor}(obs)": "numpy", f"{actor}(obs).tanh()": "torch", f"{actor}(obs / 1.05)": "torch"}
     for change, by in (changes | {f"{actor}(obs.clamp(-5, 5))": "torch"}).items():
         with changed(twin := f"{name}_torchcompile", f"return {actor}(obs)", f"return {change}"):
-            assert run(twin, *SHORT[name])["policy"].__name__ == f"{by}_policy"
+            assert run(twin, *SHORT[name], "--total-timesteps", 100)["policy"].__name__ == f"{by}_policy"
 
 
 FROZEN = {
