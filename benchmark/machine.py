@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmark import LEANRL
 
 PACKAGES = ("torch", "tensordict", "gymnasium", "mujoco", "envpool", "stable-baselines3", "sbx-rl", "jax")
-PACKAGES += ("sb3-contrib", "cleanrl", "rltools", "torchrl")
+PACKAGES += ("sb3-contrib", "cleanrl", "rltools")
 # For the interpreter that runs the command, which need not be this one: it leaves out the packages that it
 # does not have. Is the function of run.sh there, by which MKL takes the processor for Intel's?
 ASK = """

@@ -38,7 +38,7 @@ class Run(TypedDict):
     format: int
     sweep: str
     job: str
-    attempts: int
+    attempts: int  # the number of the last one; Slurm may have refused some
     algorithm: str  # the eager script
     mode: Mode
     env_id: str

@@ -102,9 +102,10 @@ def packages(lines: list[dict], only: tuple[str, ...] = ()) -> str:
     """The versions that runs were made with, all of them where runs differ; of all packages, or of `only`."""
     versions: dict[str, set[str]] = {}
     for line in lines:
-        for package in only or line["versions"]:
-            versions.setdefault(package, set()).update(filter(None, [line["versions"].get(package)]))
-    return ", ".join(f"{package} {'/'.join(sorted(found))}" for package, found in versions.items() if found)
+        for package, version in line["versions"].items():
+            if version and (not only or package in only):
+                versions.setdefault(package, set()).add(version)
+    return ", ".join(f"{package} {'/'.join(sorted(found))}" for package, found in versions.items())
 
 
 def packages_and_commits(lines: list[dict]) -> str:

@@ -158,12 +158,16 @@ class Numbers:
         self.number, self.others[1] = self.others[1], self.number
 
 
-@pytest.fixture
-def direct():
-    """`Compiled` of a twin."""
+@pytest.fixture(params=["interpreted"])
+def direct(request):
+    """`Compiled` of a twin; by Inductor, which takes longer, where a test asks for that."""
     torch._dynamo.reset()
-    with without_inductor():
+    by_inductor = torch._inductor.config.patch({"cpp.vec_isa_ok": True})  # else the compiler is tried
+    with by_inductor if request.param == "by Inductor" else without_inductor():
         yield conftest.load(TD3)["Compiled"]
+
+
+compiled_by_inductor = pytest.mark.parametrize("direct", ["by Inductor"], indirect=True)
 
 
 def test_direct_calls_compute_on_the_tensors_of_the_first_call(direct):
@@ -190,6 +194,7 @@ def test_arguments_stay_apart_from_each_other_and_from_tensors_that_they_are_vie
         assert function(first, second) == (rows.sum() + 10 * first.sum() - second).sum()
 
 
+@compiled_by_inductor
 @pytest.mark.parametrize(("change", "message"), [("rebind", "was replaced"), ("count", r"number.* == 2\.0")])
 def test_a_tensor_or_number_that_is_not_what_it_was_is_seen_at_the_next_look(direct, change, message):
     """After 100 calls at the 139th; what alternates is seen, too, for looks are at odd and at even calls."""
@@ -209,6 +214,7 @@ def test_a_tensor_or_number_that_is_not_what_it_was_is_seen_at_the_next_look(dir
             getattr(other, change)()
 
 
+@compiled_by_inductor
 def test_a_network_that_a_function_updates_has_one_name_in_it(direct):
     network, norm = torch.nn.Linear(2, 1), torch.zeros(())
     flat = conftest.load(TD3)["Flat"](network)

@@ -230,7 +230,7 @@ def draws_of(*seeds: int) -> AbstractContextManager:
 
 
 def test_many_agents_each_compute_what_one_alone_would():
-    """Across ends of episodes; the gradient of each is clipped by its own norm."""
+    """The gradient of each is clipped by its own norm. What one alone is compared with crosses episodes."""
     twin, seeds = "ppo_on_device_torchcompile", (5, 6, 7)
     sizes = ("--num-steps", 128, "--num-minibatches", 2, "--max-grad-norm", 0.1, "--ent-coef", 0.1)
 

@@ -127,7 +127,6 @@ def test_as_many_ranks_go_on_with_a_run_until_a_signal_to_one_ends_all(trained, 
     assert refusal(NAME, play, "--resume", run) == f"--resume takes as many ranks as before, {RANKS}, not 1"
 
     args = (*scripted_world(NAME), "--resume", run, "--total-timesteps", 10**6)
-    args += ("--no-compile", "--no-cudagraphs")
     with torchrun(directory, TESTS / "ranks.py", "-", NAME, *args) as process:
         assert wait_until(lambda: len(curves(run)["charts/SPS"]) >= 4)
         rank_of(process, 1).send_signal(signal.SIGTERM)

@@ -17,7 +17,8 @@ from envs import scripted_rows
 from torch import Tensor, nn
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
-EAGER = [*ACTOR_CRITIC, *DQN][::2]  # whose twins have the same text, where a test takes them alone
+# Taken alone where twins have the same text, or tests/test_twins.py compares them.
+EAGER = [*ACTOR_CRITIC, *DQN][::2]
 discrete = pytest.mark.parametrize("name", DQN)
 FAST = [name for name in ACTOR_CRITIC if takes(name, "num_atoms")]
 SAC = [name for name in ACTOR_CRITIC if takes(name, "autotune")]
@@ -26,8 +27,7 @@ fast = pytest.mark.parametrize("name", FAST)
 OBS_DIM, ACTION_DIM = 4, 2
 # Environments, gradient steps per agent step, of FAST per step of all, and how many those are. Actions are
 # last chosen at step 41, with four environments at 40: 31 or 30 steps after learning starts.
-SLOW = [name for name in ACTOR_CRITIC[::2] if name not in FAST]
-OFTEN = [(name, *case) for name in SLOW for case in [(1, 0.25, 8), (4, 2, 60)]]
+OFTEN = [(name, *case) for name in EAGER if name not in (*FAST, *DQN) for case in [(1, 0.25, 8), (4, 2, 60)]]
 OFTEN += [(name, *case) for name in FAST[::2] for case in [(1, 2, 62), (4, 3, 24)]]
 # Environments and rows of the replay buffer.
 STORED = [(name, 3, 10) for name in (*ACTOR_CRITIC, *DQN)] + [(name, 1, 1000) for name in EAGER]

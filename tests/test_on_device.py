@@ -290,13 +290,14 @@ def test_nothing_leaves_the_device_but_for_the_log(name):
     assert waits[0] == waits[1]
 
 
-def test_a_class_of_ones_own_is_trained_compiled_and_goes_on(tmp_path):
+def test_a_run_of_a_class_of_ones_own_goes_on_compiled(tmp_path):
     args = ("--env-id", "docs.examples.cartpole_swingup:CartpoleSwingup", *SIZES, *SAVED)
     whole = run(PAIR[1], *args, "--total-timesteps", 96)
     run(PAIR[1], *args, "--total-timesteps", 48, directory=tmp_path)
     with without_inductor():
         goes_on = ("--resume", checkpoint(tmp_path).parent, "--total-timesteps", 96, "--compile")
         second = run(PAIR[1], *goes_on, directory=tmp_path)
+    assert second["summary"]["compile"]
     torch.testing.assert_close(numbers(second), numbers(whole), rtol=1e-3, atol=1e-4)
 
 

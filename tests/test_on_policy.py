@@ -22,8 +22,10 @@ CONTINUOUS = [name for name in ON_POLICY if conftest.algorithm(name).actions == 
 # Environments, steps of a rollout and steps in all: rollouts that begin and end everywhere in the scripts.
 # Some of Atari's begin or end with a row that is not valid, or have such rows in several games at once.
 CASES = [(1, 7, 42), (4, 1, 24), (2, 30, 120)]
-WHOLE = [(name, case) for name in ON_POLICY for case in (CASES if name in ON_POLICY[::2] else CASES[-1:])]
-DRAWS = [name for name in PPO if name not in (*ATARI, *MEMORY[1::2])]  # which the others have to the letter
+FULLY = (*ON_POLICY[::2], *MEMORY)  # but for the recurrence twins have the same text
+WHOLE = [(name, case) for name in ON_POLICY for case in (CASES if name in FULLY else CASES[-1:])]
+# A twin with a memory draws by the same text; those of Atari have a test below.
+DRAWS = [name for name in PPO if name not in (*ATARI, *MEMORY[1::2])]
 GAMMA, LAMBDA = 0.9, 0.8
 COLUMNS = ("reward", "values", "next_values", "terminated", "over")  # over: another episode, or life, follows
 # Options of gradient steps.

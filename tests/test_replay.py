@@ -132,11 +132,11 @@ def test_gradient_steps_and_targets_have_their_turns(num_envs, rate, every):
 
 
 # ---- Draws -------------------------------------------------------------------------------------------------
-def with_priorities(capacity: int, share: float = 0.8) -> tuple:
+def with_priorities(capacity: int) -> tuple:
     """A replay buffer with random priorities of any size, of which some are 0, and its priorities."""
     torch.manual_seed(0)
     replay = SCRIPT["Replay"](SCRIPT["Args"](buffer_size=capacity, batch_size=4), CPU)
-    new = torch.randn(capacity).mul(2).exp() * (torch.rand(capacity) < share)
+    new = torch.randn(capacity).mul(2).exp() * (torch.rand(capacity) < 0.8)
     new[-30:] = 0  # a draw that is a little too far would be of these
     replay.set_priorities(torch.arange(capacity), new)
     return replay, new

@@ -129,7 +129,8 @@ def test_metadata_equal_the_requirements(name):
 # ---- Numbers -----------------------------------------------------------------------------------------------
 # Reacher has no contacts, which blow rounding up, and cuts its first episodes before learning starts.
 REACHER, TWENTY = ("--env-id", "Reacher-v4"), ("--learning-starts", 64, "--total-timesteps", 85)
-# Two rollouts, in both of which an episode ends; their steps are no power of two.
+# Two rollouts, in both of which an episode ends: Reacher cuts them after 13 steps. But for games, their steps
+# are no power of two.
 EPOCHS = ("--num-minibatches", 2, "--update-epochs", 2, "--num-steps")
 CUT = ("--env-kwargs", '{"max_episode_steps": 13}')
 # The replay buffer is written over.
@@ -207,7 +208,7 @@ def test_eager_twin_and_compiled_twin_compute_the_same(case):
     assert results[0]["updates"] == (8 if on_policy else 20)
     assert not on_policy or results[0]["returns"]
     for result in results:
-        if on_policy:  # which RAdam's first steps do not show
+        if on_policy:  # RAdam's first steps are too small to show another rate
             rates = [conftest.rate_of(one["state"]["optimizer"]) for one in (result, results[0])]
             assert rates[0] == pytest.approx(rates[1])
         # Adam's first steps divide by gradients near zero, where rounding decides: a parameter may differ by

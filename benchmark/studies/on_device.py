@@ -1,4 +1,4 @@
-"""Table and plot of PPO on Pendulum-v1 by number of environments. docs/ppo_on_device.md has the command."""
+"""Table and plot of PPO on Pendulum-v1 by number of environments; results/README.md has the command."""
 
 from typing import Literal
 

@@ -83,11 +83,10 @@ class ThisMachine:
         for folder, job, place in zip(folders, jobs, places, strict=True):
             # One at a time has all cores, and PyTorch's choice of threads, to itself.
             threads = None if self.workers == 1 else len(self.cores[place])
-            # GPUs are taken in turn, so that few runs have one each. Where PyTorch can use none, a run sees
-            # none.
+            # In turn, so that few runs have one each; none where PyTorch can use none.
             gpu = self.gpus[place % (self.workers // self.runs_per_gpu)] if self.gpus else ""
-            job = replace(job, cores=self.cores[place], threads=threads, gpu=gpu)
-            write_job(folder, replace(job, runs_per_gpu=self.runs_per_gpu))
+            has = {"cores": self.cores[place], "threads": threads, "gpu": gpu}
+            write_job(folder, replace(job, **has, runs_per_gpu=self.runs_per_gpu))
             with (log := folder / "process.txt").open("wb") as err:
                 # A group of its own, which Ctrl+C on a terminal does not reach: the sweep ends it.
                 options = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "stderr": err, "process_group": 0}

@@ -13,7 +13,7 @@ from benchmark import ROOT, records
 from benchmark.machine import checkpoint_in, commit, git
 from benchmark.modes import LIBRARIES
 from benchmark.sweep.process import SAVE_SECONDS
-from benchmark.sweep.runs import Args, Run, further_options
+from benchmark.sweep.runs import Args, Run, further_options, shortened
 from benchmark.terminal import refuse, say
 
 
@@ -26,7 +26,7 @@ def default_folder(args: Args) -> Path:
     changed = git(ROOT, "status", "--porcelain", "--untracked-files=no")
     options = re.sub(r"[^\w.=-]", "_", "-".join(map("=".join, further_options(args).items())))
     now = f"{datetime.now():%m%d-%H%M%S}" if changed else ""
-    parts = (args.profile, head, options[:80], now)  # names have an end, and --env-kwargs are long
+    parts = (args.profile, head, shortened(options, 80), now)
     return ROOT / "sweeps" / "-".join(part for part in parts if part)
 
 

@@ -55,7 +55,7 @@ class Job:
 class GpuSampler:
     """Samples utilisation (0 to 1) and memory (bytes in use) of the first GPU that a run sees.
 
-    `seconds` are Unix times; `name` is None where there is no GPU.
+    `name` is None where there is no GPU.
     """
 
     def __init__(self, visible: str | None):
@@ -79,7 +79,7 @@ class GpuSampler:
         except pynvml.NVMLError:
             self.handle = None
             return
-        self.seconds.append(time.time())
+        self.seconds.append(time.monotonic())
         self.utilization.append(utilization)
         self.memory.append(memory)
 
@@ -198,11 +198,11 @@ def run_job(folder: Path) -> None:
     gpu = GpuSampler(env.get("CUDA_VISIBLE_DEVICES"))
     # Asked before the run, at whose end the checkout may be at another commit.
     outcome = provenance(job.command, env, gpu.name)
-    cold_start, start = mark_cache(cache), time.time()
+    cold_start = mark_cache(cache)
     with (runs / "starts.txt").open("a") as starts:
-        starts.write(f"{start}\n")
-    options = {"cwd": folder, "env": env, "stdin": subprocess.DEVNULL, "process_group": 0}
-    options["preexec_fn"] = begin
+        starts.write(f"{time.time()}\n")
+    options = {"cwd": folder, "env": env, "stdin": subprocess.DEVNULL}
+    options |= {"process_group": 0, "preexec_fn": begin}
     stdout, log = folder / "stdout.txt", folder / "log.txt"
     with stdout.open("wb") as out, log.open("wb") as err:
         process = subprocess.Popen(command, stdout=out, stderr=err, **options)
@@ -211,7 +211,7 @@ def run_job(folder: Path) -> None:
         finally:
             code = end(process, job.resumable)
     kibibytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    outcome |= {"peak_memory_mb": round(kibibytes / 2**10, 1)}
+    outcome["peak_memory_mb"] = round(kibibytes / 2**10, 1)
     summary = summary_of(stdout)
     if reason := reason or failure(code, summary):
         outcome |= {"status": "failed", "reason": reason, "log": last_lines(log)}

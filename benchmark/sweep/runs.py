@@ -1,5 +1,6 @@
 """What a sweep is to run: its arguments, the profiles, and the runs that they select."""
 
+import hashlib
 import os
 import shutil
 import sys
@@ -101,9 +102,15 @@ class Args:
     """further options of sbatch, such as: account NAME exclusive true"""
 
 
+def shortened(name: str, most: int) -> str:
+    """A name of at most so many characters: a folder's has 255 bytes at most, and --env-kwargs are long."""
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    return name if len(name) <= most else f"{name[: most - 20]}-{digest}"
+
+
 @dataclass(frozen=True)
 class Run:
-    """One run of the selection. `name` tells it from all others of a sweep, whose options are the same."""
+    """One run of the selection. `name` tells it from all others of a sweep."""
 
     algorithm: str
     mode: str
@@ -116,8 +123,8 @@ class Run:
 
     @property
     def name(self) -> str:
-        env_id = self.env_id.replace("/", "_")
-        return f"{self.algorithm}-{self.mode}-{env_id}-{self.steps}-seed{self.seed}"
+        parts = [self.algorithm, self.mode, self.env_id, str(self.steps), *map("=".join, self.options)]
+        return f"{shortened('-'.join(parts).replace('/', '_'), 200)}-seed{self.seed}"
 
     def command(self, args: Args) -> list[str]:
         """The command that does it, of a library with its interpreter or a clone of it."""
