@@ -128,7 +128,7 @@ def test_as_many_ranks_go_on_with_a_run_until_a_signal_to_one_ends_all(trained, 
 
     args = (*scripted_world(NAME), "--resume", run, "--total-timesteps", 10**6)
     with torchrun(directory, TESTS / "ranks.py", "-", NAME, *args) as process:
-        assert wait_until(lambda: len(curves(run)["charts/SPS"]) >= 4)
+        assert wait_until(lambda: len(curves(run)["charts/SPS"]) >= 4, 300)
         rank_of(process, 1).send_signal(signal.SIGTERM)
         printed, told = process.communicate(timeout=60)
     assert process.returncode != 0 and f'{NAME}.py", line' not in told
