@@ -5,9 +5,8 @@
 
 A table stands between `<!-- table: KIND FILE -->` and `<!-- end -->`; KIND is a key of TABLES or the name of
 a study, FILE a file in benchmark/results/. Nothing between the two is written by hand, and nothing stands
-there as long as there is no such file. A study is a file
-of benchmark/studies/ with a function `check(line)` and, for its table, `table(lines)` or, for
-plots/FILE-STUDY.png, `plot(lines, curves)`.
+there as long as there is no such file. A study is a file of benchmark/studies/ with a function `check(line)`
+and, for its table, `table(lines)` or, for plots/FILE-STUDY.png, `plot(lines, curves)`.
 """
 
 import re
