@@ -35,16 +35,16 @@ usage() {
 }
 
 # install VENV REQUIREMENTS...: make VENV if there is none, and install unless these very requirements are
-# there already. Of two first calls at once one waits for the other, where there is flock (macOS has none).
+# there already. Of two first calls at once one waits for the other.
 install() {
   local venv=$1 python=${PYTHON:-python3} wanted
   shift
   wanted=$(cat "$@" | cksum)
   is_installed && return
   exec 9>>run.sh  # NFS locks only what is open for writing
-  if command -v flock >/dev/null && ! flock -n 9; then
+  if ! flock -n 9; then
     echo "Waiting for another call that installs ..." >&2
-    flock 9 || true
+    flock 9 || true # a file system may have no locks
   fi
   is_installed || install_anew "$@"
   exec 9<&-

@@ -431,7 +431,6 @@ esac
 """
 
 
-@pytest.mark.skipif(not shutil.which("flock"), reason="needs flock")
 def test_run_sh_installs_once_also_what_a_call_that_was_stopped_has_left(tmp_path):
     """An environment without pip, as Ctrl+C in the first second of the first call leaves it."""
     checkout, python = tmp_path / "checkout", tmp_path / "python"
