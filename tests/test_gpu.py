@@ -90,7 +90,7 @@ def test_twin_computes_what_the_eager_script_does_and_goes_on(script, flags, tmp
             assert train(f"{script}_torchcompile", *more, **options)["updates"] > twin["updates"]
     assert twin["device"].type == "cuda"
     assert twin["summary"]["cudagraphs"] == ("--cudagraphs" in flags)
-    assert_same_numbers(eager, twin, atol=atol, share=FEW if "--compile" in flags else 0)
+    assert_same_numbers(eager, twin, rtol=1e-3, atol=atol, share=FEW if "--compile" in flags else 0)
     for result in (eager, twin):
         assert_no_wait(result)
 
