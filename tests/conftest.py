@@ -359,7 +359,7 @@ def numbers(globals_: dict) -> dict[str, Tensor]:
     """What a run computed: buffer, latest losses, returns, and what checkpoints have, by parameter."""
     found = {f"losses.{name}": value for name, value in globals_["losses"].items()}
     found |= {name: globals_[name] for name in ("buffer", "batch", "priorities") if name in globals_}
-    found["returns"] = torch.tensor(globals_["returns"])
+    found["returns"] = torch.tensor(globals_["returns"], dtype=torch.float64)
     for name, item in globals_["state"].items():
         values = adam_state(globals_, name) if "optimizer" in name else item.state_dict()
         found |= {f"{name}.{key}": value for key, value in values.items()}
