@@ -234,7 +234,7 @@ def changed(name: str, *passages: str) -> Iterator[None]:
 
 @contextmanager
 def in_double() -> Iterator[None]:
-    """Have scripts compute in double precision, where rounding cannot hide what they do otherwise."""
+    """Have scripts compute in double precision, where rounding hides no error; enter it after `changed`."""
     singles = {"np.float32": "np.float64", "torch.float32": "torch.float64", ".float()": ".double()"}
     with TemporaryDirectory() as folder:
         for path in LEANRL.glob("*.py"):
@@ -332,7 +332,8 @@ def adam_state(globals_: dict, name: str) -> dict[str, Tensor]:
             view = (param.shape, param.stride(), param.storage_offset())
             moments = {"step": optimizer.step, "exp_avg": optimizer.exp_avg.as_strided(*view)}
             moments["exp_avg_sq"] = optimizer.exp_avg_sq.as_strided(*view)
-        found |= {f"{kind}.{key}": moment for kind, moment in moments.items()}
+        # Steps of PyTorch's optimizer are in single precision always.
+        found |= {f"{kind}.{key}": x.float() if kind == "step" else x for kind, x in moments.items()}
     return found
 
 
@@ -369,7 +370,7 @@ def numbers(globals_: dict) -> dict[str, Tensor]:
 def assert_same_numbers(
     first: dict, second: dict, rtol: float = 1e-11, atol: float = 1e-11, share: float = 0
 ) -> None:
-    """Check that two runs computed the same `numbers`, up to rounding, by default of `in_double`.
+    """Check that two runs computed the same `numbers`, up to rounding; the defaults are for `in_double`.
 
     share: of the elements of a tensor, how many may be ten times `atol` apart. Where a gradient is little
     more than rounding, Adam makes a step of either sign.
@@ -380,8 +381,7 @@ def assert_same_numbers(
         steps, others = ([step for step, _ in result["logged"].get(name, [])] for result in (first, second))
         assert steps == others
     actual, expected = numbers(second), numbers(first)
-    options = {"rtol": rtol, "atol": 10 * atol if share else atol}
-    torch.testing.assert_close(actual, expected, **options, check_dtype=False)  # Adam's steps are float32
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=10 * atol if share else atol)
     for name, values in expected.items() if share else ():
         apart = ~torch.isclose(actual[name], values, rtol=rtol, atol=atol)
         assert apart.sum() <= share * apart.numel(), (name, actual[name][apart], values[apart])

@@ -58,11 +58,10 @@ def example(title: str, name: str, old: str = "", new: str = "") -> AbstractCont
 def test_the_same_diff_in_both_files_computes_the_same(title):
     name, *args = EXAMPLES[title]
     twin = f"{name}_torchcompile"
-    with in_double():
-        with example(title, name), draws_of_a_twin(name):
-            eager = run(name, *args)
-        with example(title, twin):
-            assert_same_numbers(eager, run(twin, *args))
+    with example(title, name), in_double(), draws_of_a_twin(name):
+        eager = run(name, *args)
+    with example(title, twin), in_double():
+        assert_same_numbers(eager, run(twin, *args))
     with example(title, twin), without_inductor():
         torch._dynamo.reset()
         results = [run(twin, *args, *flags) for flags in ((), ("--compile",))]
@@ -75,9 +74,9 @@ def test_the_same_diff_in_both_files_computes_the_same(title):
 
 def test_an_eager_copy_that_draws_as_its_twin_has_its_numbers():
     name, *args = EXAMPLES["The data"]
+    with example("Comparing", name), in_double():
+        eager = run(name, *args)
     with in_double():
-        with example("Comparing", name):
-            eager = run(name, *args)
         assert_same_numbers(eager, run(f"{name}_torchcompile", *args))
 
 
@@ -163,7 +162,7 @@ def test_masked_actions_are_never_taken():
     args += ("--eval-every", 512, "--eval-episodes", 2)
     results = []
     for name in ("ppo", "ppo_torchcompile"):
-        with in_double(), example("Invalid actions", name):
+        with example("Invalid actions", name), in_double():
             results.append(run(name, *args))
         entropy = results[-1]["losses"]["entropy"].item()
         assert 0.3 < entropy < np.log(2) + 1e-3  # of two actions
@@ -194,8 +193,8 @@ def test_a_simulator_that_cannot_be_compiled_is_trained_by_the_twin_and_begins_a
     args += ("--num-minibatches", 2, "--log-every", 24, "--total-timesteps", 96)
     with in_double():
         double = run(name, *args)
-        with example("A simulator", f"{name}_torchcompile"):
-            assert_same_numbers(double, run(f"{name}_torchcompile", *args))
+    with example("A simulator", f"{name}_torchcompile"), in_double():
+        assert_same_numbers(double, run(f"{name}_torchcompile", *args))
     eager = run(name, *args, "--checkpoint-every", 96, directory=tmp_path)
     with example("A simulator", f"{name}_torchcompile"):
         with without_inductor():
