@@ -24,8 +24,7 @@ def test_the_interval_is_that_of_the_mean_over_seeds():
     errors = values.std(axis=0) / 10**0.5
     assert (np.abs((high - low) / (2 * 1.96 * errors) - 1) < 0.15).all()
     assert ((low < values.mean(axis=0)) & (values.mean(axis=0) < high)).all()
-    assert learning.interval([5.0, 5.0]).tolist() == [5, 5]
-    assert learning.interval([5.0]) is None
+    assert learning.interval([4.0, 5.0, 9.0, 5.0]).tolist() == [4, 9]
 
 
 def line(seed: int, value: float | None, env_id="HalfCheetah-v4", mode="compile", **others) -> dict:
@@ -41,18 +40,19 @@ def test_returns_stand_beside_the_literature():
     hopper, longer = line(1, 500.0, "Hopper-v4"), line(1, 7000.0, steps=3_000_000, total_timesteps=3_000_000)
     table, below = learning.returns_table([hopper, *runs, longer]).split("\n\n")
     first, second, third = table.split("\n")[2:]
-    start = f"| {TD3}, HalfCheetah-v4 | 1.00M | 2 | 9500 [9000, 10000] |"
+    start = f"| {TD3}, HalfCheetah-v4 | 1.00M | 2 | 9500 (9000 to 10000) |"
     assert first.startswith(f"{start} 9000, 10000 | 9583 ± 126 |")
     assert second.startswith(f"| {TD3}, HalfCheetah-v4 | 3.00M | 1 | 7000 | 7000 | 9583 ± 126, 1M |")
     assert third.startswith(f"| {TD3}, Hopper-v4 | 1.00M | 1 | 500 | 500 | 3135 ± 360 |")
     assert below == "A CPU; torch 2"
     assert first.endswith("| authors 9637 ± 859, best of a run; Tianshou 10201 ± 773, best of a run |")
-    assert "| 2 | 9000 [9000, 9000] | all 9000 |" in learning.returns_table([runs[0], line(2, 9000.0)])
+    five = [line(seed, 9000.0) for seed in range(1, 6)]
+    assert "| 5 | 9000 [9000, 9000] | all 9000 |" in learning.returns_table(five)
     # The README's has one environment of each script.
     assert learning.returns_table([hopper, *runs], short=True).split("\n")[2:] == [f"{start} 9583 ± 126 |"]
     # A sweep's has what its modes have reached.
     assert learning.sweep_table([runs[1], runs[2], runs[0]]).split("\n")[2:] == [
-        f"| {TD3}, HalfCheetah-v4: LeanRL `--compile` | 1,000,000 | 2 | 9500 [9000, 10000] | 9000, 10000 |"
+        f"| {TD3}, HalfCheetah-v4: LeanRL `--compile` | 1,000,000 | 2 | 9500 (9000 to 10000) | 9000, 10000 |"
     ]
 
 

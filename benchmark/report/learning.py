@@ -30,15 +30,20 @@ TAKEN = ("compile", "both")
 THIN = {"color": "#777777", "linewidth": 0.6, "alpha": 0.8}
 COLOUR, LITERATURE = "#0072B2", "#D55E00"
 MILLION = 1_000_000
+ENOUGH = 5  # seeds for an interval
+RETURN = "mean return [95 % interval], (range)"
 
 
-def interval(values: Iterable[float] | np.ndarray) -> np.ndarray | None:
-    """The 95 % bootstrap interval of the mean over seeds, (2, ...) of (seeds, ...); None of a single seed."""
+def interval(values: Iterable[float] | np.ndarray) -> np.ndarray:
+    """The 95 % bootstrap interval of the mean over seeds, (2, ...) of (seeds, ...); of few seeds their range.
+
+    Of two or three seeds, a bootstrap's percentiles are the lowest and the highest anyway.
+    """
     from scipy.stats import bootstrap
 
     values = np.asarray(values, dtype=float)
-    if len(values) < 2:
-        return None
+    if len(values) < ENOUGH:
+        return np.stack([values.min(axis=0), values.max(axis=0)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of points at which all seeds have the same return
         rng = np.random.default_rng(0)
@@ -62,10 +67,11 @@ def how_far(runs: list[dict]) -> str:
 
 
 def reached(runs: list[dict]) -> str:
-    """The mean over seeds of what runs have reached, and its interval."""
+    """The mean over seeds of what runs have reached: with its [interval], of few seeds with their (range)."""
     values = [run["episodic_return"] for run in runs]
-    mean, bounds = told(statistics.mean(values)), interval(values)
-    return mean if bounds is None else f"{mean} [{told(bounds[0])}, {told(bounds[1])}]"
+    low, high = map(told, interval(values))
+    around = f" [{low}, {high}]" if len(values) >= ENOUGH else f" ({low} to {high})"
+    return told(statistics.mean(values)) + (around if len(values) > 1 else "")
 
 
 def by_seed(runs: list[dict]) -> str:
@@ -117,7 +123,7 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
             figures = [one for name in SOURCES[column] for one in others.get((algorithm, env_id, name), [])]
             cells.append(reached_by_others(figures, asked))
         rows.append(cells)
-    header = ["", "steps", "seeds", "mean return [95 % interval]", "by seed", *columns]
+    header = ["", "steps", "seeds", RETURN, "by seed", *columns]
     table = markdown(header, rows)
     return table if short else f"{table}\n\n{made_with(lines)}"
 
@@ -129,7 +135,7 @@ def sweep_table(lines: list[dict]) -> str:
         runs.sort(key=lambda run: run["seed"])
         cells = [f"{asked:,}", str(len(runs)), reached(runs), by_seed(runs)]
         rows.append([f"{name}, {env_id}: {MODES[mode].label}", *cells])
-    header = ["", "steps", "seeds", "return, last 100 episodes [95 % interval]", "by seed"]
+    header = ["", "steps", "seeds", "return, last 100 episodes [95 % interval], (range)", "by seed"]
     return markdown(header, rows)
 
 
@@ -146,7 +152,7 @@ def ablation_table(lines: list[dict]) -> str:
         for (variant, algorithm), runs in by(of_steps, "variant", "algorithm").items():
             name = f"{env_id}: {f'{algorithm}, {variant}' if ambiguous else variant}"
             rows.append([name, how_far(runs), str(len(runs)), reached(runs), by_seed(runs)])
-    table = markdown(["", "steps", "seeds", "mean return [95 % interval]", "by seed"], rows)
+    table = markdown(["", "steps", "seeds", RETURN, "by seed"], rows)
     return f"{table}\n\n{made_with(lines)}"
 
 
@@ -203,7 +209,7 @@ def plot_curves(lines: list[dict], curves: list[dict], title: str, titled: str):
     kept = {task: drawn for task, drawn in kept.items() if drawn}
     if not kept:
         return None
-    figure, axes = panels(len(kept), f"{title}: mean over seeds, 95 % bootstrap interval, single seeds")
+    figure, axes = panels(len(kept), f"{title}: mean over seeds, 95 % interval (of few: range), single seeds")
     for axis, ((algorithm, env_id, _), drawn) in zip(axes, kept.items(), strict=True):
         draw(axis, drawn)
         mark(axis, algorithm, env_id)
