@@ -486,7 +486,7 @@ if __name__ == "__main__":
         torch._inductor.config.cpp_wrapper = device.type == "cpu"  # what calls the kernels is compiled, too
         torch._inductor.config.fallback_random = device.type == "cpu"  # as eager, and faster
         torch._inductor.config.cpp.vec_isa_ok = True  # trust the CPU's flags: trying them takes seconds
-        torch._inductor.config.split_reductions = False  # fewer launches on a GPU for small sums
+        torch._inductor.config.split_reductions = False  # small sums: fewer launches on a GPU
         act, update_critics, update_actor = map(Compiled, (act, update_critics, update_actor))
     # [fast: graph capture] One launch for all kernels of a call. A graph has no branches: one for each kind.
     cudagraphs = args.cudagraphs and device.type == "cuda"

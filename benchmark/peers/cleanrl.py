@@ -60,7 +60,7 @@ class GymSyncVectorEnv(SyncVectorEnv):
         listed = [{} for _ in range(self.num_envs)]
         for index in np.flatnonzero(terminated | truncated):
             ended = {"terminal_observation": infos["final_obs"][index], **infos["final_info"][index]}
-            listed[index] = ended | {"TimeLimit.truncated": bool(truncated[index])}
+            listed[index] = ended | {"TimeLimit.truncated": bool(truncated[index] and not terminated[index])}
         return obs, rewards, terminated | truncated, listed
 
 

@@ -83,6 +83,7 @@ def main() -> int:
     patches += [(torch, "randn_like", noted(torch.randn_like, noise))]
     ours = train(LEANRL / "td3_continuous_action.py", [*options, "--no-cuda"], patches)
 
+    torch.set_flush_denormal(False)  # ours turns it on
     cleanrl.stand_in()
     root = Path(metadata.distribution("cleanrl").locate_file(""))
     actions, batches, noise = iter(actions), iter(batches), iter(noise)

@@ -52,8 +52,8 @@ def interval(values: Iterable[float] | np.ndarray) -> np.ndarray:
 
 
 def counted(steps: str) -> int:
-    """A number of steps as the literature's lines have it: 1M and 500k are 1,000,000 and 500,000."""
-    return int(steps[:-1]) * {"k": 1000, "M": MILLION}[steps[-1]]
+    """A number of steps as the literature's lines have it: 1.5M and 500k are 1,500,000 and 500,000."""
+    return round(float(steps[:-1]) * {"k": 1000, "M": MILLION}[steps[-1]])
 
 
 def told(value: float) -> str:
