@@ -31,7 +31,7 @@ THIN = {"color": "#777777", "linewidth": 0.6, "alpha": 0.8}
 COLOUR, LITERATURE = "#0072B2", "#D55E00"
 MILLION = 1_000_000
 ENOUGH = 5  # seeds for an interval
-RETURN = "mean return [95 % interval], (range)"
+RETURN = f"mean return [95 % interval], under {ENOUGH} seeds (range)"
 
 
 def interval(values: Iterable[float] | np.ndarray) -> np.ndarray:
@@ -111,7 +111,7 @@ def trained(lines: list[dict]) -> list[dict]:
 
 
 def returns_table(lines: list[dict], short: bool = False) -> str:
-    """Mean return of the last training episodes over seeds, with its interval, beside the literature's."""
+    """Mean return of the last training episodes over seeds, with interval or range, beside the literature's."""
     others, columns = literature(), ["CleanRL"] if short else list(SOURCES)
     rows = []
     for (algorithm, env_id, asked), runs in by_task(trained(lines)).items():
@@ -129,13 +129,13 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
 
 
 def sweep_table(lines: list[dict]) -> str:
-    """Mean return of the last training episodes over seeds, with its interval, in each mode of a sweep."""
+    """Mean return of the last training episodes over seeds, with interval or range, in each mode of a sweep."""
     rows, groups = [], by(trained(lines), "algorithm", "env_id", "steps", "mode")
     for (name, env_id, asked, mode), runs in groups.items():
         runs.sort(key=lambda run: run["seed"])
         cells = [f"{asked:,}", str(len(runs)), reached(runs), by_seed(runs)]
         rows.append([f"{name}, {env_id}: {MODES[mode].label}", *cells])
-    header = ["", "steps", "seeds", "return, last 100 episodes [95 % interval], (range)", "by seed"]
+    header = ["", "steps", "seeds", RETURN, "by seed"]
     return markdown(header, rows)
 
 
@@ -178,7 +178,7 @@ def literature_table(lines: list[dict]) -> str:
 
 
 def draw(axis, curves: list[dict]) -> None:
-    """Return against steps: single seeds thin, and their mean, with its interval."""
+    """Return against steps: single seeds thin, and their mean, with interval or range."""
     seeds = f"LeanRL, {len(curves)} seed{'s' * (len(curves) > 1)}"
     alone = {"color": COLOUR, "linewidth": 1.5, "label": seeds}
     for curve in curves:
@@ -209,7 +209,8 @@ def plot_curves(lines: list[dict], curves: list[dict], title: str, titled: str):
     kept = {task: drawn for task, drawn in kept.items() if drawn}
     if not kept:
         return None
-    figure, axes = panels(len(kept), f"{title}: mean over seeds, 95 % interval (of few: range), single seeds")
+    shown = f"mean over seeds, 95 % interval (under {ENOUGH} seeds: range), single seeds"
+    figure, axes = panels(len(kept), f"{title}: {shown}")
     for axis, ((algorithm, env_id, _), drawn) in zip(axes, kept.items(), strict=True):
         draw(axis, drawn)
         mark(axis, algorithm, env_id)
