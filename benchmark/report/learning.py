@@ -111,7 +111,7 @@ def trained(lines: list[dict]) -> list[dict]:
 
 
 def returns_table(lines: list[dict], short: bool = False) -> str:
-    """Mean return of the last training episodes over seeds, with interval or range, beside the literature's."""
+    """Mean return of the last training episodes over seeds, with interval or range, and the literature's."""
     others, columns = literature(), ["CleanRL"] if short else list(SOURCES)
     rows = []
     for (algorithm, env_id, asked), runs in by_task(trained(lines)).items():
@@ -129,7 +129,7 @@ def returns_table(lines: list[dict], short: bool = False) -> str:
 
 
 def sweep_table(lines: list[dict]) -> str:
-    """Mean return of the last training episodes over seeds, with interval or range, in each mode of a sweep."""
+    """Mean return of the last training episodes over seeds, interval or range, in each mode of a sweep."""
     rows, groups = [], by(trained(lines), "algorithm", "env_id", "steps", "mode")
     for (name, env_id, asked, mode), runs in groups.items():
         runs.sort(key=lambda run: run["seed"])
