@@ -249,8 +249,13 @@ args, device, writer = parser.parse_args(), torch.device("cpu"), SummaryWriter("
 assert torch.get_num_threads() == 3 and strtobool("True")
 assert (args.env_id, args.seed, args.learning_starts) == ("CartPole-v1", "3", "5")
 
+class Falls(gym.Wrapper):  # in the last step of the second episode
+    def step(self, action):
+        obs, reward, _, truncated, info = self.env.step(action)
+        return obs, reward, truncated and len(ended) == 1, truncated, info
+
 def of_gym():
-    env = gym.wrappers.RecordEpisodeStatistics(gym.make(args.env_id, max_episode_steps=7))
+    env = gym.wrappers.RecordEpisodeStatistics(Falls(gym.make(args.env_id, max_episode_steps=7)))
     env.seed(1)
     return env
 
@@ -273,7 +278,7 @@ for step in range(int(args.total_timesteps)):
         assert not infos["final_observation"][index].any()
         lengths += [infos["final_info"][index]["episode"]["l"]] if index == 0 else []
     writer.add_scalar("charts/SPS", 1, step)
-assert ended == [(7, True)] * 2 and lengths == [7, 7]
+assert ended == [(7, True), (7, False)] and lengths == [7, 7]
 """
 # As a script of the original LeanRL logs, with the libraries of its time.
 OF_LEANRL = """
